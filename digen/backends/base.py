@@ -1,0 +1,63 @@
+"""The calls between driver and workers. A backend is a plain synchronous class that lives inside a worker process.
+
+Constructor: `(config: RunConfig, context: WorkerContext)`; it must return at once. Every method is called on all ranks of
+the group at the same time and returns that rank's part. Paper section 3.1; rules R8-R11, R15.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from digen.types import MicroBatch, Published, Rollout, ScoredRollout, Scores, Shard, Stats, StepReport, Version
+
+
+class GeneratorBackend(Protocol):
+    """Samples, scores, and takes new weights."""
+
+    def load(self) -> None:
+        """Load model and rewards; the first call, before anything else."""
+        ...
+
+    def generate(self, microbatch: MicroBatch, version: Version) -> Shard:
+        """This rank's samples. Raises when the weights here are not of `version`."""
+        ...
+
+    def score(self, rollout: Rollout) -> Scores:
+        """Raw rewards of this rank's share of the rows; media may have been made by any worker."""
+        ...
+
+    def draw(self, rollout: Rollout, rewards: tuple[float, ...], path: Path) -> None:
+        """Write a PNG with samples, prompts and rewards (rank 0 only)."""
+        ...
+
+    def pull(self, published: Published) -> str:
+        """Take new weights; the fingerprint of what is now loaded."""
+        ...
+
+
+class TrainerBackend(GeneratorBackend, Protocol):
+    """Accumulates gradients and steps. It can generate and score too: that is TAG and the colocated mode."""
+
+    def accumulate(self, scored: ScoredRollout, tsp: int, denominator: float, last: bool) -> Stats:
+        """Add this micro-batch's gradients, divided by the step's fixed denominator; never changes the weights.
+
+        `last` is True for the step's last micro-batch: sharded trainers reduce gradients only then.
+        """
+        ...
+
+    def optimizer_step(self, gradient_scale: float) -> StepReport:
+        """Scale, clip, step once, clear the gradients."""
+        ...
+
+    def push(self, version: Version) -> Published:
+        """Put the weights of `version` where generators can pull them. Only rank 0's value counts."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write the trainable weights as a safetensors file, whole or not at all (rank 0 writes)."""
+        ...
+
+    def restore(self, path: Path) -> None:
+        """Load what `save` wrote."""
+        ...

@@ -1,0 +1,225 @@
+"""The whole run as one frozen, strict, typed value. Reading and merging files is `digen/presets.py`.
+
+Invariant: importing and validating needs neither torch nor a model; unknown keys are errors; every bound is here, so that
+what passes validation can be started. Precedence: default < preset < file < environment < command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values cannot change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+Positive = Annotated[FiniteFloat, Field(gt=0)]
+NonNegative = Annotated[FiniteFloat, Field(ge=0)]
+Share = Annotated[FiniteFloat, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ModelConfig(Section):
+    """What is trained."""
+
+    name: str = "glyph"
+    """Model plugin (`digen list`), e.g. `glyph`, `qwen-image`."""
+    path: str | None = None
+    """Folder in diffusers format; None: the plugin's own (bundled files or hub id)."""
+    height: Count = 32
+    """Pixels."""
+    width: Count = 32
+    """Pixels."""
+    max_text_tokens: Count = 512
+    """Longer prompts are cut by the text encoder, with one warning that says how many."""
+
+
+class SamplingConfig(Section):
+    """How samples are made, in rollout and replay alike; `eval_*` only for evaluation and `digen sample`."""
+
+    num_steps: Annotated[int, Field(ge=1)] = 10
+    """Denoising steps T of a rollout."""
+    guidance: Annotated[FiniteFloat, Field(ge=1)] = 1.0
+    """Classifier-free guidance scale in rollout and replay; 1 is off (one forward instead of two)."""
+    negative_prompt: str = " "
+    eval_num_steps: Annotated[int, Field(ge=1)] = 10
+    eval_guidance: Annotated[FiniteFloat, Field(ge=1)] = 1.0
+
+
+class DataConfig(Section):
+    """Prompt files: .txt (one a line), .jsonl (key `prompt`, the rest is metadata), .tsv/.csv (column `column`)."""
+
+    prompts: str | None = None
+    """Training prompts; None: the model's bundled ones."""
+    heldout: str | None = None
+    """Prompts of `digen eval`; None: the model's bundled ones."""
+    column: str = "prompt"
+    """Column of a .tsv/.csv or key of a .jsonl that holds the prompt."""
+    prompts_per_step: Count = 12
+    shuffle: bool = True
+    """A new order in every epoch, from the run seed. What does not fill a step sits out that epoch."""
+
+
+class GroupConfig(Section):
+    """Placement of a worker group."""
+
+    ranks: Count = 1
+    devices: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+(-\d+)?(,\d+(-\d+)?)*)?)$")
+    """`cpu`, `cuda`, `cuda:0-3`, `cuda:0,2`."""
+    threads: Count | None = None
+    """CPU threads of each rank; None: cores divided by all ranks of the run."""
+    env: Mapping[str, str] = Field(default_factory=dict)
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of the forward pass (autocast for bfloat16); steps, log-probs and losses are float32 always."""
+    batch_size: Count | None = None
+    """Samples in one forward pass of a rank; None: that rank's samples of one prompt."""
+
+
+class GeneratorConfig(GroupConfig):
+    """Workers that sample and score."""
+
+    backend: str = "diffusers"
+    replicas: Count = 1
+    """Generator groups that work on their own micro-batches; each has `ranks` ranks."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (peft) on the model's attention projections."""
+
+    rank: Count = 32
+    alpha: Positive = 64.0
+    target_modules: tuple[str, ...] | None = None
+    """None: what the model names."""
+
+
+class TrainerConfig(GroupConfig):
+    """Workers that compute gradients; they can generate too (TAG)."""
+
+    backend: str = "local"
+    lora: LoraConfig | None = None
+    """None: full weights."""
+    learning_rate: Positive = 3e-4
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    adam_eps: Positive = 1e-8
+    """Mean-reduced log-probs make tiny gradients: for full weights 1e-10 or less is usual."""
+    adam_betas: tuple[Share, Share] = (0.9, 0.999)
+    weight_decay: NonNegative = 1e-4
+    max_grad_norm: Positive | None = 1.0
+    tsp: Annotated[int, Field(ge=0)] = 1
+    """Timesteps stacked into one forward pass (TSP); 0: all trained ones."""
+    max_bad_steps: Count = 3
+    """Stop after so many steps in a row with a non-finite gradient (which is never applied)."""
+    log_prob_gap: Positive = 1e-3
+    """Largest |replayed - rollout log-prob| of an on-policy sample that counts as sound."""
+    on_log_prob_gap: Literal["warn", "stop"] = "warn"
+
+
+class ScheduleConfig(Section):
+    """Who does what when. None of these settings changes what is learned, but `staleness` (TCSS)."""
+
+    mode: Literal["colocated", "naive", "pipelined"] = "pipelined"
+    """colocated: the trainer does all; naive: updates wait for the step's last score; pipelined: GAP."""
+    prompts_per_microbatch: Count = 1
+    tag: str = "none"
+    """Trainer-assisted generation: `none`, `static(n)`."""
+    staleness: Share = 0.0
+    """Largest share of a step's micro-batches made under the previous version (TCSS); 0 is fully synchronous."""
+    window: Annotated[int, Field(ge=1, le=2)] = 2
+    """Weight versions that may be in use at once (W of Algorithm 1); 1 forbids staleness."""
+    max_in_flight: Count | None = None
+    """Generation calls under way at once (C_gen of Algorithm 1); None: as many as there are workers."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """How often a failed generate or score call is repeated. An update never is (rule R18)."""
+
+
+class ScoringConfig(Section):
+    """What happens when a reward fails (rule R17: it is never counted as 0)."""
+
+    on_failure: Literal["drop", "stop"] = "drop"
+    """drop: the whole group leaves the step, counted in the metrics; stop: the run ends."""
+    timeout_s: Positive = 600.0
+    """Longest time for one reward call over a micro-batch's samples."""
+
+
+class RewardTerm(BaseModel):
+    """One reward and its weight in the sum; further keys are the reward's own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    weight: FiniteFloat = 1.0
+
+
+class EngineConfig(Section):
+    name: str = "process"
+    """Where workers run: `inline` (threads of this process), `process` (one OS process per rank)."""
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Save the trainable weights every so many steps; 0: only at the end."""
+
+
+class ObserveConfig(Section):
+    grid_every: Annotated[int, Field(ge=0)] = 10
+    """Write a PNG of samples every so many steps; 0: never."""
+    tensorboard: bool = True
+
+
+A = TypeVar("A", bound=Section)
+
+
+class RunConfig(Section, Generic[A]):
+    """Everything that decides a run. `RunConfig[FlowGRPO]` is the type that a file is validated against."""
+
+    algorithm: A
+    model: ModelConfig = ModelConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    data: DataConfig = DataConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    reward: Mapping[str, RewardTerm] = Field(default_factory=lambda: {"ocr": RewardTerm()})
+    """Reward plugin (or `path.py:name`) -> weight and options."""
+    scoring: ScoringConfig = ScoringConfig()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+    steps: Count | None = None
+    """Global steps (optimizer steps); None: as many as `epochs` gives."""
+    epochs: Count | None = None
+    """Passes over the prompts; None: no limit but `steps`. The smaller limit counts."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    run_dir: Path | None = None
+    """None: `runs/<time>-<algorithm>-<model>`."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> RunConfig[A]:
+        problems = list(impossible(self))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+def impossible(config: RunConfig[Any]) -> list[str]:
+    """What cannot be had together, as sentences that name keys and values."""
+    wrong = []
+    if config.steps is None and config.epochs is None:
+        wrong.append("one of steps and epochs must be set")
+    if config.schedule.staleness > 0 and config.schedule.window < 2:
+        wrong.append(
+            f"schedule.staleness={config.schedule.staleness} needs schedule.window=2, got {config.schedule.window}"
+        )
+    if config.schedule.staleness > 0 and config.schedule.mode != "pipelined":
+        wrong.append(
+            f"schedule.staleness={config.schedule.staleness} needs schedule.mode=pipelined, got {config.schedule.mode}"
+        )
+    if config.trainer.backend == "local" and config.trainer.ranks > 1:
+        wrong.append(f"trainer.backend=local has one rank, got trainer.ranks={config.trainer.ranks}; use fsdp")
+    if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
+        wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
+    return wrong
