@@ -12,11 +12,19 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
+from digen import plugins
+
 
 class Section(BaseModel):
     """Base of every section: unknown keys are refused, values cannot change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        coerce_numbers_to_str=True,  # `negative_prompt: 7` is a text
+        use_attribute_docstrings=True,  # the text under a field is shown with its errors
+    )
 
 
 Positive = Annotated[FiniteFloat, Field(gt=0)]
@@ -199,10 +207,18 @@ class RunConfig(Section, Generic[A]):
 
     @model_validator(mode="after")
     def _possible(self) -> RunConfig[A]:
-        problems = list(impossible(self))
+        problems = impossible(self)
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("\n".join(problems))
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as algorithm class and values: workers find neither `RunConfig[X]` nor a plugin file by a module's name."""
+        return _unpickle, (plugins.origin(type(self.algorithm)), self.model_dump())
+
+
+def _unpickle(algorithm: str, values: dict[str, Any]) -> RunConfig[Any]:
+    return RunConfig[plugins.load(algorithm)].model_validate(values)  # type: ignore[misc] - a class known at run time
 
 
 def impossible(config: RunConfig[Any]) -> list[str]:

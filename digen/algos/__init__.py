@@ -1,0 +1,1 @@
+"""Reinforcement learning algorithms: one short file each, composed of noise, steps, advantage and loss."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from digen.config import Section
+from digen.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Transition:
     """Noise levels of one denoising step per row, fp32, each of shape (N, 1, ..., 1) to broadcast over latents.
 
-    `sigma` -> `sigma_next`; `sigma_second` is entry 1 and `sigma_last` the last entry of the table that the rollout used.
+    `sigma` -> `sigma_next`; `sigma_second` is entry 1 and `sigma_last` the last entry of the rollout's table.
     """
 
     sigma: Tensor
@@ -50,10 +51,20 @@ class Transition:
         )
 
 
+def row_mean(values: Tensor) -> Tensor:
+    """Mean (N,) over every dimension but the first: what log-probs and distances are, whatever the latents' shape."""
+    return values.flatten(1).mean(1)
+
+
 class NoiseStrategy(Section):
     """A stochastic denoising step: its mean, its standard deviation and its log-probability. All in fp32."""
 
     type: str
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the strategy injects no noise at all (level 0), so that nothing could be learned from it."""
+        return False
 
     @abstractmethod
     def mean_std(self, x: Tensor, v: Tensor, at: Transition) -> tuple[Tensor, Tensor]:
@@ -65,7 +76,11 @@ class NoiseStrategy(Section):
 
 
 class StepSelector(Section):
-    """Which denoising steps get noise, and which of those are trained. Pure functions of identity (rule R13)."""
+    """Which denoising steps get noise, and which of those are trained. Pure functions of identity (rule R13).
+
+    Global steps and denoising steps count from 0. The last denoising step is never trained: it has next to no noise, so
+    its log-prob is next to infinite.
+    """
 
     type: str
 
@@ -81,18 +96,31 @@ class StepSelector(Section):
     def num_trained(self, num_steps: int) -> int:
         """How many steps of each sample are trained (S), the same for all."""
 
+    def check(self, num_steps: int) -> None:
+        """Refuse a number of denoising steps that this choice does not fit. Raises ConfigError."""
+        if num_steps < 2:
+            raise ConfigError(f"sampling.num_steps={num_steps}: the last step is never trained; allowed: 2 or more")
+
 
 class Advantage(Section):
     """From the rewards of one group to its advantages; pure numpy (the driver computes it)."""
 
     type: str
 
+    @property
+    def needs_gradient_scale(self) -> bool:
+        """Whether `gradient_scale` is ever other than 1; then the loss must be proportional to the advantage (R12)."""
+        return False
+
     @abstractmethod
     def __call__(self, rewards: Sequence[float]) -> list[float]:
         """Advantages of one group (all its samples, before any selection)."""
 
-    def gradient_scale(self, rewards: Sequence[Sequence[float]]) -> float:
-        """What the step's summed gradient is multiplied by before the optimizer step: 1, but for exact batch std (R12)."""
+    def gradient_scale(self, rewards: Sequence[Sequence[float]]) -> float:  # noqa: ARG002
+        """Factor on the step's summed gradient before the optimizer step, given the rewards of all its groups.
+
+        1, but for exact batch std (rule R12).
+        """
         return 1.0
 
 
@@ -121,13 +149,18 @@ class LossTerms:
 
 
 class PolicyLoss(Section):
-    """From log-probs and advantages to a loss per row. The trainer sums rows and divides by the step's fixed Z (R11)."""
+    """From log-probs and advantages to a loss per row. The trainer sums rows and divides by a fixed Z (R11)."""
 
     type: str
 
     @property
     def needs_reference(self) -> bool:
         """Whether a forward of the frozen base is wanted; without it none is made."""
+        return False
+
+    @property
+    def is_proportional(self) -> bool:
+        """Whether c times the advantage gives c times the loss, for every c > 0: what batch std needs (R12)."""
         return False
 
     @abstractmethod
@@ -142,7 +175,10 @@ class BestOfN(Section):
 
 
 class Algorithm(Section):
-    """Base of all algorithms: a subclass sets the parts' types and defaults; a file of its own is enough for a new one."""
+    """Base of all algorithms: a subclass sets the parts' types and defaults; a file of its own is enough for a new one.
+
+    A part that is given in pieces keeps the subclass's values for the rest, as long as its `type` stays the same.
+    """
 
     name: str
     samples_per_prompt: Annotated[int, Field(ge=2)] = 16
@@ -156,11 +192,51 @@ class Algorithm(Section):
     records: tuple[Literal["mean"], ...] = ()
     """Further fields that the rollout must keep for the loss."""
     best_of_n: BestOfN | None = None
+    """None: all samples of a group are trained."""
 
-    noise: Any
-    steps: Any
-    advantage: Any
-    loss: Any
+    noise: NoiseStrategy
+    steps: StepSelector
+    advantage: Advantage
+    loss: PolicyLoss
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_parts(cls, data: Any) -> Any:
+        """Fill a part that sets some keys from the recipe's part of the same type."""
+        if not isinstance(data, Mapping):
+            return data
+        filled = dict(data)
+        for name, field in cls.model_fields.items():
+            part, recipe = data.get(name), field.default
+            if isinstance(part, Mapping) and isinstance(recipe, Section):
+                whole = recipe.model_dump()
+                if part.get("type", whole.get("type")) == whole.get("type"):
+                    filled[name] = {**whole, **part}
+        return filled
+
+    @model_validator(mode="after")
+    def _possible(self) -> Algorithm:
+        problems = self.problems()
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def problems(self) -> list[str]:
+        """What cannot be had together, as sentences that name keys and values."""
+        wrong = []
+        if self.kept_per_prompt() > self.samples_per_prompt:
+            wrong.append(
+                f"algorithm.best_of_n keeps {self.kept_per_prompt()} samples (best + worst), "
+                f"allowed: at most algorithm.samples_per_prompt={self.samples_per_prompt}"
+            )
+        if self.noise.is_silent:
+            wrong.append("algorithm.noise.level=0 explores nothing and has no log-probability; allowed: above 0")
+        if self.advantage.needs_gradient_scale and not self.loss.is_proportional:
+            wrong.append(
+                "algorithm.advantage.scale=batch is exact only for a loss proportional to the advantage; "
+                "set algorithm.loss.advantage_clip=null and algorithm.loss.kl=0, or algorithm.advantage.scale=group"
+            )
+        return wrong
 
     def kept_per_prompt(self) -> int:
         """Samples of a group that are trained."""

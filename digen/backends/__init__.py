@@ -1,0 +1,1 @@
+"""Generation and training backends: what runs inside the workers."""

@@ -1,0 +1,1 @@
+"""Prompt files and which prompts belong to which step."""

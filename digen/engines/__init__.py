@@ -1,0 +1,1 @@
+"""Where worker processes run."""

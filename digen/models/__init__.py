@@ -1,0 +1,1 @@
+"""Adapters of model families, one file each."""

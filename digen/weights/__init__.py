@@ -1,0 +1,1 @@
+"""How weights get from the trainer to the generators."""

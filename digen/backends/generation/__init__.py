@@ -1,0 +1,1 @@
+"""Backends that sample images and videos."""

@@ -1,0 +1,1 @@
+"""Backends that compute gradients and step."""

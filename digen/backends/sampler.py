@@ -1,0 +1,191 @@
+"""One denoising loop for everybody who samples: generators, assisting trainers, evaluation.
+
+Invariant: the samples depend on the weights and on the samples' identities only (rule R8); only trained steps are kept;
+the state, the step and its log-probability are float32 (R9). Shape letters: K samples, P prompts, S trained steps, T
+steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from digen.algos.base import Algorithm, Transition
+from digen.algos.sde import clean, euler
+from digen.backends import noise
+from digen.config import SamplingConfig
+from digen.models.base import Conditioning, ModelFamily, rows_of
+from digen.types import MicroBatch
+
+_CACHED_PROMPTS = 4096
+
+
+@dataclass(slots=True)
+class Conditions:
+    """Encodes each prompt once; the newest few thousand are kept on the CPU."""
+
+    model: ModelFamily
+    cache: dict[str, Conditioning] = field(default_factory=dict)
+
+    def of(self, prompts: Sequence[str]) -> Conditioning:
+        """Conditioning of these prompts, one row each."""
+        for prompt in prompts:
+            if prompt not in self.cache:
+                self.cache[prompt] = {k: v.cpu() for k, v in self.model.encode(prompt).items()}
+        batch = self.model.collate([self.cache[prompt] for prompt in prompts])
+        while len(self.cache) > _CACHED_PROMPTS:
+            self.cache.pop(next(iter(self.cache)))
+        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How one worker turns (micro-batch, rows) into trajectories and media."""
+
+    model: ModelFamily
+    algorithm: Algorithm
+    sampling: SamplingConfig
+    dtype: torch.dtype
+    batch_size: int | None
+    conditions: Conditions
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Latents are float32 whatever the forward's dtype; only a float64 run keeps them in float64."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @torch.no_grad()
+    def rollout(self, microbatch: MicroBatch, rows: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
+        """Trajectory tensors and uint8 media (K, ...) of these rows.
+
+        Trajectory: `latents`, `next_latents` (K, S, ...), `log_probs` (K, S), `steps` (K, S) int64, `sigmas` (T+1,),
+        `prompt` (K,) int64 (row of the conditioning), `cond.*` and, with guidance, `negative.*` (P, ...); and the
+        fields that the algorithm records.
+        """
+        texts = [prompt.text for prompt in microbatch.prompts]
+        cond, negative = self.conditioning(texts, self.sampling.guidance)
+        prompt_K = torch.tensor([row // microbatch.samples_per_prompt for row in rows], device=self.model.device)
+        parts = [
+            self._denoise(microbatch, rows[k], cond, negative, prompt_K[k]) for k in self.batches(microbatch, rows)
+        ]
+        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        media = tensors.pop("media")
+        tensors |= {"sigmas": self.model.sigmas(self.sampling.num_steps), "prompt": prompt_K}
+        tensors |= {f"cond.{name}": tensor for name, tensor in cond.items()}
+        tensors |= {f"negative.{name}": tensor for name, tensor in (negative or {}).items()}
+        return tensors, media
+
+    def conditioning(self, texts: Sequence[str], guidance: float) -> tuple[Conditioning, Conditioning | None]:
+        """Conditioning of the prompts and, where guidance needs it, of the negative prompt, one row per prompt."""
+        cond = self.conditions.of(texts)
+        if guidance == 1.0:
+            return cond, None
+        return cond, self.conditions.of([self.sampling.negative_prompt] * len(texts))
+
+    def batches(self, microbatch: MicroBatch, rows: Sequence[int]) -> Iterator[slice]:
+        """Which rows share a forward pass: `batch_size` of them, else all of one prompt."""
+        start = 0
+        for end in range(1, len(rows) + 1):
+            full = end - start == self.batch_size
+            next_prompt = (
+                end < len(rows)
+                and self.batch_size is None
+                and (rows[end] // microbatch.samples_per_prompt != rows[start] // microbatch.samples_per_prompt)
+            )
+            if end == len(rows) or full or next_prompt:
+                yield slice(start, end)
+                start = end
+
+    def _denoise(
+        self,
+        microbatch: MicroBatch,
+        rows: Sequence[int],
+        cond: Conditioning,
+        negative: Conditioning | None,
+        prompt_K: Tensor,
+    ) -> dict[str, Tensor]:
+        algorithm, num_steps = self.algorithm, self.sampling.num_steps
+        seed, step = microbatch.seed, microbatch.step
+        identities = [(prompt.id, sample) for prompt, sample in map(microbatch.identity, rows)]
+        noisy_KT, trained_KT = self._plan(seed, step, identities)
+        cond, negative = rows_of(cond, prompt_K), rows_of(negative, prompt_K) if negative else None
+        x = self._initial(seed, step, identities)
+        sigmas = self.model.sigmas(num_steps).to(x.device)
+        record: dict[str, list[Tensor]] = defaultdict(list)
+        for i in range(num_steps):
+            at = Transition.at(sigmas, torch.full((len(x),), i, device=x.device), x.ndim)
+            v = self.velocity(x, at.sigma.reshape(-1), cond, negative, self.sampling.guidance)
+            y = euler(x, v, at)
+            if noisy_KT[:, i].any():
+                mean, std = algorithm.noise.mean_std(x, v, at)
+                eps = noise.draw(seed, step, identities, i, self.model.latent_shape).to(x)
+                y = torch.where(noisy_KT[:, i].to(x.device).view(at.sigma.shape), mean + std * eps, y)
+            kept = trained_KT[:, i].nonzero().flatten().to(x.device)
+            if len(kept):
+                log_prob = algorithm.noise.log_prob(y[kept], mean[kept], std[kept])
+                record["steps"].append(torch.full_like(kept, i))
+                record["row"].append(kept)
+                for name, value in (("latents", x[kept]), ("next_latents", y[kept]), ("log_probs", log_prob)):
+                    record[name].append(value)
+                if "mean" in algorithm.records:
+                    record["mean"].append(mean[kept])
+            last, x = (x, v, at), y
+        media = self.model.decode(clean(*last) if algorithm.decode == "clean" else x)
+        return {**_by_row(record, len(rows)), "media": media}
+
+    def _plan(self, seed: int, step: int, identities: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Which denoising steps inject noise and which are trained, for each row: two masks (K, T)."""
+        steps, num_steps = self.algorithm.steps, self.sampling.num_steps
+        masks = torch.zeros(2, len(identities), num_steps, dtype=torch.bool)
+        for row, (prompt_id, sample) in enumerate(identities):
+            masks[0, row, list(steps.noisy(seed, step, prompt_id, num_steps))] = True
+            masks[1, row, list(steps.trained(seed, step, prompt_id, sample, num_steps))] = True
+        return masks[0], masks[1]
+
+    def _initial(self, seed: int, step: int, identities: Sequence[tuple[int, int]]) -> Tensor:
+        if self.algorithm.same_initial_noise:
+            identities = [(prompt_id, 0) for prompt_id, _ in identities]
+        initial = noise.draw(seed, step, identities, noise.INITIAL, self.model.latent_shape)
+        return initial.to(self.model.device, self.state_dtype)
+
+    def velocity(
+        self, x: Tensor, sigma_N: Tensor, cond: Conditioning, negative: Conditioning | None, guidance: float
+    ) -> Tensor:
+        """Guided velocity in the state's dtype; the forward runs under autocast when the worker's dtype is bfloat16."""
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            v = self.model.guided_velocity(x, sigma_N, cond, negative, guidance)
+        return v.to(x.dtype)
+
+    @torch.no_grad()
+    def evaluate(self, texts: Sequence[str], prompt_ids: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+        """One sample per prompt without step noise: final latents (K, ...) and media (K, ...).
+
+        Uses `eval_num_steps` and `eval_guidance`; initial noise from (seed, evaluation, prompt id).
+        """
+        num_steps, guidance = self.sampling.eval_num_steps, self.sampling.eval_guidance
+        sigmas = self.model.sigmas(num_steps).to(self.model.device)
+        latents, media = [], []
+        size = self.batch_size or 8
+        for start in range(0, len(texts), size):
+            cond, negative = self.conditioning(texts[start : start + size], guidance)
+            ids = [(prompt_id, 0) for prompt_id in prompt_ids[start : start + size]]
+            x = noise.draw(seed, noise.EVALUATION, ids, noise.INITIAL, self.model.latent_shape)
+            x = x.to(self.model.device, self.state_dtype)
+            for i in range(num_steps):
+                at = Transition.at(sigmas, torch.full((len(x),), i, device=x.device), x.ndim)
+                x = euler(x, self.velocity(x, at.sigma.reshape(-1), cond, negative, guidance), at)
+            latents.append(x)
+            media.append(self.model.decode(x))
+        return torch.cat(latents), torch.cat(media)
+
+
+def _by_row(record: Mapping[str, list[Tensor]], num_rows: int) -> dict[str, Tensor]:
+    """From values listed step by step to (K, S, ...): each row's trained steps in order; all rows have S of them."""
+    order = torch.cat(record["row"]).argsort(stable=True)
+    return {
+        name: torch.cat(values)[order].unflatten(0, (num_rows, -1)) for name, values in record.items() if name != "row"
+    }

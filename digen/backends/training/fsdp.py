@@ -1,0 +1,61 @@
+"""FSDP2: parameters, gradients and optimizer state sharded over the group's ranks (gloo on CPU, nccl on GPU).
+
+Invariant: gradients are summed, not averaged, over ranks (each rank already divides by the step's denominator), and
+reduced once per step: in the backward pass of the last micro-batch's last forward.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from digen.backends.training.base import TorchTrainer
+
+
+class FsdpTrainer(TorchTrainer):
+    """Fully sharded over 1..N ranks (torch FSDP2 `fully_shard`)."""
+
+    reduces = True
+
+    def distribute(self) -> None:
+        self._join()
+        mesh = init_device_mesh(torch.device(self.context.device).type, (self.context.world_size,))
+        for root in filter(None, (self.model.transformer, self.base)):
+            for module in (*self.model.blocks(root), root):
+                fully_shard(module, mesh=mesh)
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+
+    def _join(self) -> None:
+        """Join the process group of this worker group; a lone rank needs no rendezvous."""
+        device = torch.device(self.context.device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if self.context.rendezvous is None:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(
+                backend,
+                init_method=self.context.rendezvous,
+                rank=self.context.rank,
+                world_size=self.context.world_size,
+            )
+
+    def reduce_gradients(self, now: bool) -> None:
+        root = cast("FSDPModule", self.model.transformer)
+        root.set_requires_gradient_sync(now)
+        root.set_is_last_backward(now)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def _norm(self, tensors: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return self.full(super()._norm(tensors))

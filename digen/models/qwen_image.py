@@ -1,0 +1,134 @@
+"""Qwen-Image (and every model of its architecture, such as the bundled `glyph`), true to diffusers' QwenImagePipeline.
+
+Latents are packed: (N, tokens, 4 C), a token being a 2x2 patch. Source of every detail: diffusers `QwenImagePipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from digen.models.base import Conditioning, ModelFamily
+
+_TEXT_LIMIT = 1024
+"""Tokens that the pipeline's tokenizer keeps, whatever is asked for."""
+
+
+class QwenImage(ModelFamily):
+    """Qwen-Image: MMDiT with true classifier-free guidance and norm rescaling (diffusers QwenImagePipeline)."""
+
+    default_path = "Qwen/Qwen-Image"
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+
+    def load(self, device: str, dtype: torch.dtype, *, text_encoder: bool, decoder: bool) -> None:
+        self.device = torch.device(device)
+
+        def part(cls: Any, subfolder: str) -> Any:
+            module = cls.from_pretrained(self.path, subfolder=subfolder, torch_dtype=dtype)
+            return module.to(self.device).requires_grad_(False).eval()
+
+        self.transformer = part(QwenImageTransformer2DModel, "transformer")
+        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(self.path, subfolder="scheduler")
+        vae_config = AutoencoderKLQwenImage.load_config(self.path, subfolder="vae")
+        self.downscale = 2 ** len(vae_config["temperal_downsample"])
+        self.pipeline = QwenImagePipeline(
+            scheduler=self.scheduler,
+            vae=part(AutoencoderKLQwenImage, "vae") if decoder else None,
+            text_encoder=part(Qwen2_5_VLForConditionalGeneration, "text_encoder") if text_encoder else None,
+            tokenizer=Qwen2Tokenizer.from_pretrained(self.path, subfolder="tokenizer") if text_encoder else None,
+            transformer=None,
+        )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Height and width in tokens."""
+        return self.config.height // (2 * self.downscale), self.config.width // (2 * self.downscale)
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        return (self.grid[0] * self.grid[1], self.transformer.config.in_channels)
+
+    def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
+        return list(cast("nn.ModuleList", transformer.transformer_blocks))
+
+    @torch.no_grad()
+    def encode(self, prompt: str) -> Conditioning:
+        embeds, _ = self.pipeline.encode_prompt([prompt], self.device, max_sequence_length=self.config.max_text_tokens)
+        return {"embeds": embeds, "mask": torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)}
+
+    def collate(self, conditionings: Sequence[Conditioning]) -> Conditioning:
+        longest = max(c["mask"].shape[1] for c in conditionings)
+
+        def padded(c: Conditioning, name: str) -> Tensor:
+            missing = longest - c["mask"].shape[1]
+            return pad(c[name], (0, 0, 0, missing) if name == "embeds" else (0, missing))
+
+        return {name: torch.cat([padded(c, name) for c in conditionings]) for name in ("embeds", "mask")}
+
+    def num_cut(self, prompts: Sequence[str]) -> int:
+        start, template = self.pipeline.prompt_template_encode_start_idx, self.pipeline.prompt_template_encode
+        limit = start + min(self.config.max_text_tokens, _TEXT_LIMIT)
+        tokens = self.pipeline.tokenizer([template.format(p) for p in prompts])["input_ids"] if prompts else []
+        return sum(len(ids) > limit for ids in tokens)
+
+    def sigmas(self, num_steps: int) -> Tensor:
+        config = self.scheduler.config
+        mu = calculate_shift(
+            self.latent_shape[0],
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        self.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+        return cast("Tensor", self.scheduler.sigmas).float()
+
+    def velocity(self, latents: Tensor, sigma_N: Tensor, conditioning: Conditioning) -> Tensor:
+        longest = int(conditioning["mask"].sum(1).max())
+        mask = conditioning["mask"][:, :longest]
+        dtype = self.transformer.dtype
+        # The pipeline feeds scheduler.timesteps / 1000, and timesteps = 1000 sigma: the same two roundings here.
+        timestep_N = (sigma_N.float() * 1000).to(dtype) / 1000
+        output = self.transformer(
+            hidden_states=latents.to(dtype),
+            timestep=timestep_N,
+            encoder_hidden_states=conditioning["embeds"][:, :longest].to(dtype),
+            encoder_hidden_states_mask=None if bool(mask.all()) else mask,
+            img_shapes=[[(1, *self.grid)]] * len(latents),
+            return_dict=False,
+        )
+        return cast("Tensor", output[0])
+
+    def combine(self, cond: Tensor, uncond: Tensor, guidance: float) -> Tensor:
+        """True guidance, rescaled so that each token keeps the norm of its conditional prediction."""
+        mixed = super().combine(cond, uncond, guidance)
+        return mixed * (cond.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        unpacked = QwenImagePipeline._unpack_latents(  # noqa: SLF001 - the layout is the pipeline's own
+            latents, self.config.height, self.config.width, self.downscale
+        ).to(vae.dtype)
+        shape = (1, vae.config.z_dim, 1, 1, 1)
+        mean, std = (
+            unpacked.new_tensor(values).view(shape) for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        images = vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
+        return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -1,0 +1,261 @@
+"""The run folder: what a run writes, where, and how it is read back.
+
+Invariant: a file that is written whole is there whole or not at all (rule R20); a log file is a sequence of whole
+lines; a full disk costs lines of a log, never the run (one warning says so).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from digen.errors import ConfigError, DataError
+from digen.observe.base import StepRow
+from digen.types import Span
+
+Warn = Callable[[str], None]
+"""Where a sink says that it could not write; usually the terminal's `on_note`."""
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; takes `path`'s place, fsynced, when the block ends well (rule R20).
+
+    When the block raises, the old file is untouched and the temporary one is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        _fsync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _fsync(path.parent)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a whole file or nothing: temporary file, fsync, rename (rule R20). Text is UTF-8. Raises OSError."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class AppendFile:
+    """A log file: what is appended is with the operating system when `append` returns, whole or not at all.
+
+    It never raises for a full or unwritable disk: the data is lost, one warning says so, the next append tries again.
+    """
+
+    def __init__(self, path: Path, warn: Warn = log.warning) -> None:
+        self.path = path
+        self._warn = warn
+        self._warned = False
+        self._file: FileIO | None = None
+
+    def append(self, data: bytes) -> None:
+        try:
+            if self._file is None:
+                self._file = FileIO(self.path, "a")
+            end = os.fstat(self._file.fileno()).st_size
+            self._write(self._file, data, end)
+        except OSError as error:
+            if not self._warned:
+                self._warn(f"{self.path} cannot be written ({error.strerror or error}); training goes on without it")
+            self._warned = True
+
+    @staticmethod
+    def _write(file: FileIO, data: bytes, end: int) -> None:
+        """Write all of `data`, or cut the file back to `end` bytes: half a line would spoil the next one as well."""
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[file.write(view) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), end)
+            raise
+
+    def close(self) -> None:
+        """Close the file; it may be called twice."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """`runs/<time>-<algorithm>-<model>/` and the names inside it (docs/metrics.md lists them)."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path | None, algorithm: str, model: str, *, root: Path = Path("runs")) -> RunFolder:
+        """Make a new run folder: `path` as given, or one under `root` named by time, algorithm and model.
+
+        Raises ConfigError when `path` already holds a run or cannot be made.
+        """
+        folder = cls(path) if path is not None else cls(_unused(root, f"{algorithm}-{model}"))
+        if folder.is_run:
+            raise ConfigError(f"run_dir: {folder.path} already holds a run; choose another folder or remove it")
+        try:
+            for part in (folder.logs, folder.samples, folder.checkpoints):
+                part.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir: {folder.path} cannot be made: {error.strerror or error}") from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder of an earlier run. Raises ConfigError when `path` is none."""
+        folder = cls(path)
+        if not folder.is_run:
+            raise ConfigError(f"{path} is not a run folder: it has no {folder.config.name}")
+        return folder
+
+    @property
+    def is_run(self) -> bool:
+        return any(part.exists() for part in (self.config, self.metrics, self.events))
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def sample_grid(self, step: int) -> Path:
+        """Where the PNG with samples of a step goes; names sort in step order."""
+        return self.samples / f"step_{step:06d}.png"
+
+
+def _unused(root: Path, name: str) -> Path:
+    """Claim a folder under `root` by making it: two runs of the same second get two folders."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._]+', '-', name)}"
+    for attempt in range(1, 1000):
+        path = root / (stem if attempt == 1 else f"{stem}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror or error}") from error
+        return path
+    raise ConfigError(f"run_dir: {root / stem} and its successors are all taken")
+
+
+class JsonlObserver:
+    """Writes `metrics.jsonl` (a row per step), `events.jsonl` (a span per line) and `logs/driver.log` (notes)."""
+
+    def __init__(self, folder: RunFolder, warn: Warn = log.warning) -> None:
+        self._metrics = AppendFile(folder.metrics, warn)
+        self._events = AppendFile(folder.events, warn)
+        self._notes = AppendFile(folder.logs / "driver.log", warn)
+
+    def on_span(self, span: Span) -> None:
+        self._events.append(_line(asdict(span)))
+
+    def on_step(self, row: StepRow) -> None:
+        self._metrics.append(_line({name: _json_number(value) for name, value in row.items()}))
+
+    def on_note(self, message: str) -> None:
+        self._notes.append(f"{datetime.now():%Y-%m-%d %H:%M:%S} {message}\n".encode())
+
+    def close(self) -> None:
+        for file in (self._metrics, self._events, self._notes):
+            file.close()
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+
+
+def _json_number(value: float) -> float | int | None:
+    """JSON has no NaN: null. numpy scalars become Python's own."""
+    if isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def read_rows(path: Path) -> list[dict[str, float | int]]:
+    """The rows of a `metrics.jsonl` in step order; null is read as NaN; of two rows of one step the later counts.
+
+    Raises DataError, naming the line, when a line is not a row; OSError when the file cannot be read.
+    """
+    rows: dict[int, dict[str, float | int]] = {}
+    for number, record in _records(path):
+        row = {name: math.nan if value is None else value for name, value in record.items()}
+        if "step" not in row:
+            raise DataError(f"{path}:{number}: a row of metrics needs the key 'step'")
+        rows[int(row["step"])] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def read_spans(path: Path) -> list[Span]:
+    """The spans of an `events.jsonl`, as written. Raises DataError (with the line) and OSError."""
+    spans = []
+    for number, record in _records(path):
+        try:
+            spans.append(Span(**record))
+        except TypeError as error:
+            raise DataError(f"{path}:{number}: not a span: {error}") from error
+    return spans
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, object) of a JSON-lines file. A last line without its end is one that a killed run was writing."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                log.warning("%s:%d: the last line is cut short and is left out", path, number)
+                return
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}:{number}: not JSON: {error}") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{path}:{number}: expected an object, got {type(record).__name__}")
+            yield number, record

@@ -1,0 +1,234 @@
+"""Finding plugins by name: entry points (the built-ins too) or `path/to/file.py:Name` or `module.sub:Name`.
+
+Invariant: `target` and `available` import no plugin; they read its source. So an unknown name, a missing file, a
+missing attribute or a missing optional dependency is known, in one sentence, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from digen.errors import PluginError, one_of
+
+Kind = Literal["algorithms", "models", "generators", "trainers", "rewards", "engines"]
+"""The part of an entry point group's name after `digen.`."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+FILE_MODULE = "digen_file_"
+"""Prefix of the module name that a plugin file gets; the rest is its stem and a checksum of its path."""
+
+
+class Plugin(NamedTuple):
+    """One installed plugin, as `digen list` shows it."""
+
+    name: str
+    summary: str
+    """First line of its docstring; empty when the source cannot be read."""
+    source: str
+    """Distribution that it comes from, e.g. `digen`."""
+
+
+def find(kind: Kind, name: str) -> object:
+    """Import a plugin and return the class or function. Raises PluginError."""
+    return load(target(kind, name))
+
+
+def target(kind: Kind, name: str) -> str:
+    """Where a plugin is, without importing it: `module:Name` or `/absolute/file.py:Name` (what `load` takes).
+
+    Raises PluginError when the name is unknown, the file, module or attribute is missing, or an extra is not installed.
+    """
+    found: EntryPoint | None = None
+    where = name
+    if ":" not in name:
+        found = _installed(kind, name)
+        where = found.value.partition("[")[0].replace(" ", "")
+    location, _, attribute = where.rpartition(":")
+    if location.endswith(".py"):
+        location = str(Path(location).expanduser().absolute())
+    tree = _parse(location, f"{_singular(kind)} {name!r}")
+    _check_attribute(tree, location, attribute, _singular(kind))
+    _check_extras(tree, found.dist if found else _digen(), f"{_singular(kind)} {name!r}")
+    return f"{location}:{attribute}"
+
+
+def load(where: str) -> object:
+    """Import `module:Name` or `/path/file.py:Name`. A file is imported once per process. Raises PluginError."""
+    location, _, attribute = where.rpartition(":")
+    try:
+        module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+    except ImportError as error:
+        raise PluginError(f"{where} cannot be imported: {error}{_install_hint(error)}") from error
+    value: object = module
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            names = [n for n in vars(value) if not n.startswith("_")]
+            raise PluginError(one_of(f"name in {location}", part, names))
+        value = getattr(value, part)
+    return value
+
+
+def origin(value: type) -> str:
+    """Inverse of `load`: where a class was defined, for another process to import it."""
+    module = value.__module__
+    location = sys.modules[module].__file__ if module.startswith(FILE_MODULE) else module
+    return f"{location}:{value.__qualname__}"
+
+
+def available(kind: Kind) -> list[Plugin]:
+    """The installed plugins of a kind, by name. Imports none of them."""
+    return [
+        Plugin(found.name, _summary(found), found.dist.name if found.dist else "unknown")
+        for found in sorted(entry_points(group=f"digen.{kind}"), key=lambda e: e.name)
+    ]
+
+
+def _singular(kind: Kind) -> str:
+    return kind.removesuffix("s")
+
+
+def _digen() -> Distribution | None:
+    try:
+        return distribution("digen")
+    except PackageNotFoundError:
+        return None
+
+
+def _installed(kind: Kind, name: str) -> EntryPoint:
+    group = entry_points(group=f"digen.{kind}")
+    if name not in group.names:
+        raise PluginError(one_of(_singular(kind), name, [*group.names, "path/to/file.py:Name"]))
+    return group[name]
+
+
+def _load_file(path: Path) -> object:
+    name = f"{FILE_MODULE}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise PluginError(f"plugin file {path} does not exist")
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+# --- reading source instead of importing it ---
+
+
+def _source(location: str) -> Path | None:
+    """Source file of a module. Only finds: importing a submodule's parents could be slow or fail."""
+    top, *rest = location.split(".")
+    spec: ModuleSpec | None = sys.modules[top].__spec__ if top in sys.modules else find_spec(top)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder, *rest)
+        for path in (base.with_name(base.name + ".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
+    return None
+
+
+def _parse(location: str, what: str) -> ast.Module:
+    path = Path(location) if location.endswith(".py") else _source(location)
+    if path is None or not path.is_file():
+        noun = "file" if location.endswith(".py") else "module"
+        raise PluginError(f"{what}: {noun} {location} does not exist")
+    if path.suffix != ".py":
+        return ast.parse("from compiled import *")
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        raise PluginError(f"{what}: {path}:{error.lineno}: {error.msg}") from error
+
+
+def _top_level(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """(name, statement) of everything a module defines at its top, also under `if` and `try`."""
+    queue: list[ast.AST] = list(tree.body)
+    while queue:
+        node = queue.pop(0)
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name, node
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from ((n.asname or n.name, node) for n in names)
+            case ast.Assign() | ast.AnnAssign():
+                yield from ((n.id, node) for n in ast.walk(node) if isinstance(n, ast.Name))
+            case ast.If() | ast.Try() | ast.With():
+                queue.extend(ast.iter_child_nodes(node))
+            case ast.ExceptHandler(body=body):
+                queue.extend(body)
+
+
+def _check_attribute(tree: ast.Module, location: str, attribute: str, kind: str) -> None:
+    names = dict(_top_level(tree))
+    if attribute.partition(".")[0] not in names and not {"*", "__getattr__"} & names.keys():
+        defined = [n for n, node in names.items() if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        raise PluginError(one_of(f"{kind} in {location}", attribute, [n for n in defined if not n.startswith("_")]))
+
+
+def _summary(found: EntryPoint) -> str:
+    try:
+        tree = _parse(found.module, found.name)
+    except PluginError:
+        return ""
+    node = dict(_top_level(tree)).get(found.attr.partition(".")[0])
+    documented = node if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else tree
+    text = ast.get_docstring(documented) or ast.get_docstring(tree) or ""
+    return text.partition("\n\n")[0].replace("\n", " ")
+
+
+# --- optional dependencies ---
+
+
+def _extras(dist: Distribution | None) -> dict[str, str]:
+    """Import name -> extra that installs it, from a distribution's metadata; `dev` is nobody's first choice."""
+    pattern = re.compile(r"^\s*([\w.-]+).*extra\s*==\s*['\"]([\w-]+)['\"]")
+    matches = [m for m in map(pattern.match, (dist.requires if dist else None) or ()) if m]
+    return {m[1].replace("-", "_").lower(): m[2] for m in matches if m[2] != "dev"}
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    """Top-level packages that the code imports anywhere, but for tries and type checks: those can do without."""
+    match node:
+        case ast.Try():
+            return
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return
+        case ast.Import(names=names):
+            yield from (n.name.partition(".")[0] for n in names)
+        case ast.ImportFrom(module=str(module), level=0):
+            yield module.partition(".")[0]
+        case _:
+            for child in ast.iter_child_nodes(node):
+                yield from _imports(child)
+
+
+def _check_extras(tree: ast.Module, dist: Distribution | None, what: str) -> None:
+    extras = _extras(dist)
+    for package in _imports(tree):
+        extra = extras.get(package.lower())
+        if extra and dist and package not in sys.modules and find_spec(package) is None:
+            raise PluginError(f"{what} needs {package}: pip install '{dist.name}[{extra}]'")
+
+
+def _install_hint(error: ImportError) -> str:
+    package = (error.name or "").partition(".")[0]
+    extra = _extras(_digen()).get(package.lower())
+    return f": pip install 'digen[{extra}]'" if extra else ""
