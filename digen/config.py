@@ -1,7 +1,7 @@
 """The whole run as one frozen, strict, typed value. Reading and merging files is `digen/presets.py`.
 
-Invariant: importing and validating needs neither torch nor a model; unknown keys are errors; every bound is here, so that
-what passes validation can be started. Precedence: default < preset < file < environment < command line.
+Invariant: importing and validating needs neither torch nor a model; unknown keys are errors; every bound is here, so
+that what passes validation can be started. Precedence: default < preset < file < environment < command line.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
-
-from digen import plugins
 
 
 class Section(BaseModel):
@@ -56,8 +54,11 @@ class SamplingConfig(Section):
     guidance: Annotated[FiniteFloat, Field(ge=1)] = 1.0
     """Classifier-free guidance scale in rollout and replay; 1 is off (one forward instead of two)."""
     negative_prompt: str = " "
+    """What guidance leads away from."""
     eval_num_steps: Annotated[int, Field(ge=1)] = 10
+    """Denoising steps in evaluation, without step noise."""
     eval_guidance: Annotated[FiniteFloat, Field(ge=1)] = 1.0
+    """Guidance scale in evaluation."""
 
 
 class DataConfig(Section):
@@ -70,6 +71,7 @@ class DataConfig(Section):
     column: str = "prompt"
     """Column of a .tsv/.csv or key of a .jsonl that holds the prompt."""
     prompts_per_step: Count = 12
+    """Prompts (groups) of one global step."""
     shuffle: bool = True
     """A new order in every epoch, from the run seed. What does not fill a step sits out that epoch."""
 
@@ -78,11 +80,13 @@ class GroupConfig(Section):
     """Placement of a worker group."""
 
     ranks: Count = 1
+    """Processes of the group."""
     devices: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+(-\d+)?(,\d+(-\d+)?)*)?)$")
     """`cpu`, `cuda`, `cuda:0-3`, `cuda:0,2`."""
     threads: Count | None = None
     """CPU threads of each rank; None: cores divided by all ranks of the run."""
     env: Mapping[str, str] = Field(default_factory=dict)
+    """Environment variables of its processes."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the forward pass (autocast for bfloat16); steps, log-probs and losses are float32 always."""
     batch_size: Count | None = None
@@ -93,6 +97,7 @@ class GeneratorConfig(GroupConfig):
     """Workers that sample and score."""
 
     backend: str = "diffusers"
+    """Generator plugin (`digen list`)."""
     replicas: Count = 1
     """Generator groups that work on their own micro-batches; each has `ranks` ranks."""
 
@@ -101,7 +106,9 @@ class LoraConfig(Section):
     """Low-rank adapters (peft) on the model's attention projections."""
 
     rank: Count = 32
+    """Rank of the adapters."""
     alpha: Positive = 64.0
+    """Their scale is alpha / rank."""
     target_modules: tuple[str, ...] | None = None
     """None: what the model names."""
 
@@ -110,15 +117,21 @@ class TrainerConfig(GroupConfig):
     """Workers that compute gradients; they can generate too (TAG)."""
 
     backend: str = "local"
+    """Trainer plugin (`digen list`)."""
     lora: LoraConfig | None = None
     """None: full weights."""
     learning_rate: Positive = 3e-4
+    """Constant."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    """sgd: without momentum, to compare runs exactly."""
     adam_eps: Positive = 1e-8
     """Mean-reduced log-probs make tiny gradients: for full weights 1e-10 or less is usual."""
     adam_betas: tuple[Share, Share] = (0.9, 0.999)
+    """Decay of the first and second moment."""
     weight_decay: NonNegative = 1e-4
+    """Decoupled, as in AdamW."""
     max_grad_norm: Positive | None = 1.0
+    """Gradients are scaled down to this norm; null: not at all."""
     tsp: Annotated[int, Field(ge=0)] = 1
     """Timesteps stacked into one forward pass (TSP); 0: all trained ones."""
     max_bad_steps: Count = 3
@@ -126,6 +139,7 @@ class TrainerConfig(GroupConfig):
     log_prob_gap: Positive = 1e-3
     """Largest |replayed - rollout log-prob| of an on-policy sample that counts as sound."""
     on_log_prob_gap: Literal["warn", "stop"] = "warn"
+    """What a larger gap does."""
 
 
 class ScheduleConfig(Section):
@@ -134,6 +148,7 @@ class ScheduleConfig(Section):
     mode: Literal["colocated", "naive", "pipelined"] = "pipelined"
     """colocated: the trainer does all; naive: updates wait for the step's last score; pipelined: GAP."""
     prompts_per_microbatch: Count = 1
+    """Whole groups in the unit of the pipeline; the last one of a step may be smaller."""
     tag: str = "none"
     """Trainer-assisted generation: `none`, `static(n)`."""
     staleness: Share = 0.0
@@ -142,6 +157,8 @@ class ScheduleConfig(Section):
     """Weight versions that may be in use at once (W of Algorithm 1); 1 forbids staleness."""
     max_in_flight: Count | None = None
     """Generation calls under way at once (C_gen of Algorithm 1); None: as many as there are workers."""
+    ordered: bool = False
+    """Train micro-batches strictly by index: the same rounding in every run, at the price of waiting for the next."""
     retries: Annotated[int, Field(ge=0)] = 2
     """How often a failed generate or score call is repeated. An update never is (rule R18)."""
 
@@ -160,6 +177,7 @@ class RewardTerm(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     weight: FiniteFloat = 1.0
+    """Factor in the sum of rewards; negative to lower this reward."""
 
 
 class EngineConfig(Section):
@@ -176,6 +194,7 @@ class ObserveConfig(Section):
     grid_every: Annotated[int, Field(ge=0)] = 10
     """Write a PNG of samples every so many steps; 0: never."""
     tensorboard: bool = True
+    """Write TensorBoard events too (extra `tracking`)."""
 
 
 A = TypeVar("A", bound=Section)
@@ -185,6 +204,7 @@ class RunConfig(Section, Generic[A]):
     """Everything that decides a run. `RunConfig[FlowGRPO]` is the type that a file is validated against."""
 
     algorithm: A
+    """The algorithm's own keys."""
     model: ModelConfig = ModelConfig()
     sampling: SamplingConfig = SamplingConfig()
     data: DataConfig = DataConfig()
@@ -202,6 +222,7 @@ class RunConfig(Section, Generic[A]):
     epochs: Count | None = None
     """Passes over the prompts; None: no limit but `steps`. The smaller limit counts."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of everything drawn: noise, prompt order, trained steps."""
     run_dir: Path | None = None
     """None: `runs/<time>-<algorithm>-<model>`."""
 
@@ -211,14 +232,6 @@ class RunConfig(Section, Generic[A]):
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as algorithm class and values: workers find neither `RunConfig[X]` nor a plugin file by a module's name."""
-        return _unpickle, (plugins.origin(type(self.algorithm)), self.model_dump())
-
-
-def _unpickle(algorithm: str, values: dict[str, Any]) -> RunConfig[Any]:
-    return RunConfig[plugins.load(algorithm)].model_validate(values)  # type: ignore[misc] - a class known at run time
 
 
 def impossible(config: RunConfig[Any]) -> list[str]:

@@ -12,8 +12,16 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from importlib.machinery import ModuleSpec
-from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import (
+    Distribution,
+    EntryPoint,
+    EntryPoints,
+    PackageNotFoundError,
+    distribution,
+    entry_points,
+)
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -51,7 +59,7 @@ def target(kind: Kind, name: str) -> str:
     where = name
     if ":" not in name:
         found = _installed(kind, name)
-        where = found.value.partition("[")[0].replace(" ", "")
+        where = _where(found)
     location, _, attribute = where.rpartition(":")
     if location.endswith(".py"):
         location = str(Path(location).expanduser().absolute())
@@ -84,16 +92,35 @@ def origin(value: type) -> str:
     return f"{location}:{value.__qualname__}"
 
 
+def installed_name(kind: Kind, where: str) -> str | None:
+    """The entry point's name of what `target` or `origin` gave; None for what was found by its path."""
+    return next((e.name for e in _group(kind) if _where(e) == where), None)
+
+
+def folder(kind: Kind, name: str) -> Path:
+    """Folder of a plugin's source file: a model keeps its bundled files there. Imports nothing. Raises PluginError."""
+    location = target(kind, name).rpartition(":")[0]
+    path = Path(location) if location.endswith(".py") else _source(location)
+    assert path is not None, "target() has read it"
+    return path.parent
+
+
 def available(kind: Kind) -> list[Plugin]:
     """The installed plugins of a kind, by name. Imports none of them."""
     return [
         Plugin(found.name, _summary(found), found.dist.name if found.dist else "unknown")
-        for found in sorted(entry_points(group=f"digen.{kind}"), key=lambda e: e.name)
+        for found in sorted(_group(kind), key=lambda e: e.name)
     ]
 
 
 def _singular(kind: Kind) -> str:
     return kind.removesuffix("s")
+
+
+@cache
+def _group(kind: Kind) -> EntryPoints:
+    """Entry points of a kind. What is installed does not change under a running process, and reading it takes 30 ms."""
+    return entry_points(group=f"digen.{kind}")
 
 
 def _digen() -> Distribution | None:
@@ -104,10 +131,14 @@ def _digen() -> Distribution | None:
 
 
 def _installed(kind: Kind, name: str) -> EntryPoint:
-    group = entry_points(group=f"digen.{kind}")
+    group = _group(kind)
     if name not in group.names:
         raise PluginError(one_of(_singular(kind), name, [*group.names, "path/to/file.py:Name"]))
     return group[name]
+
+
+def _where(found: EntryPoint) -> str:
+    return f"{found.module}:{found.attr}"
 
 
 def _load_file(path: Path) -> object:

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -32,9 +32,13 @@ def keys(section: type[BaseModel]) -> dict[Keys, FieldInfo]:
     found: dict[Keys, FieldInfo] = {}
     for name, field in section.model_fields.items():
         found.setdefault((name,), field)
+        below: Keys = (name,)
+        if _mapping(field.annotation):
+            below = (name, ANY_NAME)
+            found[below] = FieldInfo(annotation=get_args(field.annotation)[1])
         for inner in _sections(field.annotation):
-            below = (name, ANY_NAME) if _mapping(field.annotation) else (name,)
-            found |= {(*below, *path): f for path, f in keys(inner).items() if (*below, *path) not in found}
+            for path, field_inside in keys(inner).items():
+                found[*below, *path] = _either(found.get((*below, *path)), field_inside)
     return found
 
 
@@ -51,7 +55,7 @@ def type_keys(known: Mapping[Keys, FieldInfo]) -> set[Keys]:
 def defaults(section: type[BaseModel]) -> Tree:
     """The tree of a section's default values; keys without default are left out."""
     fields = section.model_fields.items()
-    return {n: plain(f.get_default(call_default_factory=True)) for n, f in fields if not f.is_required()}  # type: ignore[call-arg]
+    return {n: plain(f.get_default(call_default_factory=True)) for n, f in fields if not f.is_required()}
 
 
 def plain(value: Any) -> Any:
@@ -101,6 +105,113 @@ def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _sections(part)
 
 
+def _either(known: FieldInfo | None, other: FieldInfo) -> FieldInfo:
+    """One field for a key that several types of a union have: the first, or any of their `type` names."""
+    if known is None or get_origin(other.annotation) is not Literal or known.annotation == other.annotation:
+        return known or other
+    return FieldInfo(annotation=Union[known.annotation, other.annotation], default=known.default)  # noqa: UP007
+
+
 def _mapping(annotation: Any) -> bool:
     origin = get_origin(annotation)
     return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def dotted(path: Keys) -> str:
+    """`a.b."c.d"`: a path as it is written on the command line."""
+    return ".".join(f'"{key}"' if "." in key else key for key in path)
+
+
+def lines(error: ErrorDetails, tree: Tree, known: Mapping[Keys, FieldInfo]) -> tuple[Keys, list[str]]:
+    """Path of one of pydantic's errors and the sentences to show for it: key, what was given, what is allowed."""
+    path, got, tag = _locate(error, tree)
+    name, field = dotted(path), _field(path, known)
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "extra_forbidden":
+            return path, [_unknown(path, tag, known)]
+        case "missing":
+            return path, [f"{name}: missing; allowed: {allowed(field) if field else 'anything'}"]
+        case "union_tag_invalid":
+            return (*path, "type"), [
+                one_of(f"{name}.type", context["tag"], re.findall(r"'([^']*)'", context["expected_tags"]))
+            ]
+        case "literal_error":
+            return path, [one_of(name, error["input"], re.findall(r"'([^']*)'", context["expected"]))]
+        case "value_error":
+            texts = str(context["error"]).splitlines()
+            return path, [text if text.startswith(name) else f"{name}: {text}" for text in texts]
+        case "string_pattern_mismatch" if field and field.description:
+            return path, [f"{name}: got {shown(got)}; allowed: {field.description.rstrip('.')}"]
+    return path, [f"{name}: got {shown(got)}; allowed: {allowed(field) if field else error['msg']}"]
+
+
+def flags_for_numbers(tree: Tree, known: Mapping[Keys, FieldInfo]) -> dict[Keys, str]:
+    """Problems that pydantic does not see: Python takes true for 1, but `steps: true` is a mistake."""
+    problems = {}
+    for path, field in known.items():
+        value: Any = tree
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, bool) and {int, float} & _types(field.annotation) and bool not in _types(field.annotation):
+            problems[path] = f"{dotted(path)}: got {shown(value)}; allowed: {allowed(field)}"
+    return problems
+
+
+def shown(value: Any) -> str:
+    """A value as the user would write it, cut to a line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _types(annotation: Any) -> set[Any]:
+    return {annotation}.union(*map(_types, get_args(annotation)))
+
+
+def _locate(error: ErrorDetails, tree: Tree) -> tuple[Keys, Any, str]:
+    """(path of keys, value there, chosen type) from pydantic's location, which also has types of unions and indices."""
+    path: list[str] = []
+    value: Any = tree
+    tag = ""
+    for part in error["loc"]:
+        if isinstance(value, dict) and part in value:
+            path, value = [*path, str(part)], value[part]
+        elif isinstance(value, dict) and part == value.get("type"):
+            tag = str(part)
+        elif error["type"] == "missing" and part == error["loc"][-1]:
+            path.append(str(part))
+    return tuple(path), value, tag
+
+
+def _field(path: Keys, known: Mapping[Keys, FieldInfo]) -> FieldInfo | None:
+    """The field at a path, where any key of the user's choice stands for `ANY_NAME`."""
+    found: Keys = ()
+    for key in path:
+        found = (*found, key if (*found, key) in known else ANY_NAME)
+    return known.get(found)
+
+
+def _unknown(path: Keys, tag: str, known: Mapping[Keys, FieldInfo]) -> str:
+    section, key = path[:-1], path[-1].replace("-", "_")
+    siblings = [p[-1] for p in known if p[:-1] == section]
+    elsewhere = [p for p in known if p[-1] == key and len(p) > 1]
+    hint = ""
+    if path[-1] in siblings:
+        return f"{dotted(path)}: not an option of {dotted((*section, 'type'))}={tag}"
+    if key in siblings:
+        hint = f" Did you mean {dotted((*section, key))}?"
+    elif elsewhere:
+        hint = f" It belongs at {' or '.join(map(dotted, elsewhere))}."
+    elif near := _nearest(section, key, known):
+        hint = f" Did you mean {dotted(near)}?"
+    return f"{dotted(path)}: unknown key.{hint} Allowed in {dotted(section) or 'a run'}: {', '.join(siblings)}"
+
+
+def _nearest(section: Keys, key: str, known: Mapping[Keys, FieldInfo]) -> Keys | None:
+    """The known key that looks most like this one, in its section if there is one, else anywhere."""
+    for candidates in ([p for p in known if p[:-1] == section], list(known)):
+        if near := get_close_matches(key, [p[-1] for p in candidates], n=1, cutoff=0.7):
+            return next(p for p in candidates if p[-1] == near[0])
+    return None

@@ -77,18 +77,25 @@ def dump_yaml(tree: Mapping[str, Any]) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+def from_tree(tree: Tree, name: str) -> list[Setting]:
+    """Settings of plain data, all with the same origin."""
+    return list(_expand((), tree, {}, name))
+
+
 def from_file(text: str, name: str) -> list[Setting]:
     """Settings of a YAML file; origins are `name:line`. Raises ConfigError with line and column for what is no YAML."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        tree = {} if node is None else loader.construct_document(node)
+        tree = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{name}{at}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {error}") from error
+    if tree is None:
+        return []
     if not isinstance(tree, dict):
         raise ConfigError(f"{name}: got {tree!r}; a configuration file is a mapping of sections")
     lines = dict(_lines(node, ()))
@@ -129,37 +136,46 @@ def parse_value(text: str, name: str) -> Any:
     return loader.construct_object(yaml.ScalarNode(tag, text))
 
 
-def merge(defaults: Tree, settings: Iterable[Setting], open_keys: Collection[Keys], types: Collection[Keys]) -> Tree:
-    """Apply settings in order. Mappings are merged key by key, with two exceptions.
+def merge(defaults: Tree, settings: Iterable[Setting], open_keys: Collection[Keys]) -> Tree:
+    """Apply settings in order, mappings key by key.
 
-    A mapping with keys of the user's choice (`open_keys`: rewards, environment) is replaced when given as a whole.
-    A new value for a key in `types` removes what was set beside it: those options belong to the old type.
+    But a mapping with keys of the user's choice (`open_keys`: rewards, environment) is replaced when given as a whole.
     """
     tree = deepcopy(defaults)
     for setting in settings:
         *parents, last = setting.path
         node = tree
         for key in parents:
-            node = node[key] if isinstance(node.get(key), dict) else node.setdefault(key, {})
-        if setting.value == {}:
-            if setting.path in open_keys or not isinstance(node.get(last), dict):
-                node[last] = {}
-            continue
-        if setting.path in types and node.get(last, setting.value) != setting.value:
-            node.clear()
-        node[last] = setting.value
+            if not isinstance(node.get(key), dict):
+                node[key] = {}
+            node = node[key]
+        if setting.value != {}:
+            node[last] = setting.value
+        elif setting.path in open_keys or not isinstance(node.get(last), dict):
+            node[last] = {}
     return tree
 
 
+def without_other_types(layers: Iterable[list[Setting]], types: Collection[Keys]) -> list[list[Setting]]:
+    """Drop the options of types that a higher layer replaced; `types` are the keys that choose a section's type.
+
+    A layer's options belong to the type that this layer names. A layer that names none speaks of the final type.
+    """
+    kept = list(layers)
+    for key in types:
+        named = [[s.value for s in layer if s.path == key][-1:] for layer in kept]
+        final = [value for values in named for value in values][-1:]
+        section = key[:-1]
+        for k, layer in enumerate(kept):
+            if named[k] and named[k] != final:
+                kept[k] = [s for s in layer if s.path[: len(section)] != section]
+    return kept
+
+
 def source(settings: Sequence[Setting], path: Keys) -> str:
-    """Where the value at `path` comes from: the last setting of this key or of what it is in."""
-    origins = [s.origin for s in settings if s.path == path[: len(s.path)]]
+    """Where the value at `path` comes from: the last setting of this key, of what it is in or of what is in it."""
+    origins = [s.origin for s in settings if all(a == b for a, b in zip(s.path, path, strict=False))]
     return origins[-1] if origins else "default"
-
-
-def types_first(settings: list[Setting], types: Collection[Keys]) -> list[Setting]:
-    """One layer with its `type` keys first, so that `level=1 type=cps` means the same in either order."""
-    return sorted(settings, key=lambda s: s.path not in types)
 
 
 def _expand(path: Keys, value: Any, origins: Mapping[Keys, str], default: str) -> Iterator[Setting]:

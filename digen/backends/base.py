@@ -1,8 +1,8 @@
 """The calls between driver and workers. A backend is a plain synchronous class that lives inside a worker process.
 
-Constructor: `(payload, context: WorkerContext)`, payload being the resolved config as plain data; it must return at
-once. Every method is called on all ranks of the group at the same time and returns that rank's part. Paper section 3.1;
-rules R8-R11, R15.
+Constructor: `(payload, context: WorkerContext)`, payload being what `digen.presets.payload` made of the config; it must
+return at once. Every method is called on all ranks of the group at the same time and returns that rank's part. Paper
+section 3.1; rules R8-R11, R15.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,8 @@ class Sampler:
     algorithm: Algorithm
     sampling: SamplingConfig
     dtype: torch.dtype
-    batch_size: int | None
+    batch_size: int
+    """Samples in one forward pass."""
     conditions: Conditions
 
     @property
@@ -69,8 +70,10 @@ class Sampler:
         texts = [prompt.text for prompt in microbatch.prompts]
         cond, negative = self.conditioning(texts, self.sampling.guidance)
         prompt_K = torch.tensor([row // microbatch.samples_per_prompt for row in rows], device=self.model.device)
+        size = self.batch_size
         parts = [
-            self._denoise(microbatch, rows[k], cond, negative, prompt_K[k]) for k in self.batches(microbatch, rows)
+            self._denoise(microbatch, rows[start : start + size], cond, negative, prompt_K[start : start + size])
+            for start in range(0, len(rows), size)
         ]
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         media = tensors.pop("media")
@@ -85,20 +88,6 @@ class Sampler:
         if guidance == 1.0:
             return cond, None
         return cond, self.conditions.of([self.sampling.negative_prompt] * len(texts))
-
-    def batches(self, microbatch: MicroBatch, rows: Sequence[int]) -> Iterator[slice]:
-        """Which rows share a forward pass: `batch_size` of them, else all of one prompt."""
-        start = 0
-        for end in range(1, len(rows) + 1):
-            full = end - start == self.batch_size
-            next_prompt = (
-                end < len(rows)
-                and self.batch_size is None
-                and (rows[end] // microbatch.samples_per_prompt != rows[start] // microbatch.samples_per_prompt)
-            )
-            if end == len(rows) or full or next_prompt:
-                yield slice(start, end)
-                start = end
 
     def _denoise(
         self,
@@ -169,7 +158,7 @@ class Sampler:
         num_steps, guidance = self.sampling.eval_num_steps, self.sampling.eval_guidance
         sigmas = self.model.sigmas(num_steps).to(self.model.device)
         latents, media = [], []
-        size = self.batch_size or 8
+        size = self.batch_size
         for start in range(0, len(texts), size):
             cond, negative = self.conditioning(texts[start : start + size], guidance)
             ids = [(prompt_id, 0) for prompt_id in prompt_ids[start : start + size]]
@@ -186,6 +175,5 @@ class Sampler:
 def _by_row(record: Mapping[str, list[Tensor]], num_rows: int) -> dict[str, Tensor]:
     """From values listed step by step to (K, S, ...): each row's trained steps in order; all rows have S of them."""
     order = torch.cat(record["row"]).argsort(stable=True)
-    return {
-        name: torch.cat(values)[order].unflatten(0, (num_rows, -1)) for name, values in record.items() if name != "row"
-    }
+    flat = {name: torch.cat(values)[order] for name, values in record.items() if name != "row"}
+    return {name: values.reshape(num_rows, -1, *values.shape[1:]) for name, values in flat.items()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TensorStore(Protocol):
-    """Named dictionaries of tensors, shared by all workers of a run on this host. `drop` is all that the driver calls."""
+    """Named dictionaries of tensors, shared by all workers of a run on this host. The driver calls `drop` alone."""
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Ref:
         """Store under a new key (an existing key is an error). Tensors must be treated as immutable afterwards."""
@@ -50,10 +50,11 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A group to start: `ranks` workers, each made by calling `target` (`module:Class`) with (payload, WorkerContext)."""
+    """A group to start: `ranks` workers, each made by calling `target` with (payload, WorkerContext)."""
 
     name: str
     target: str
+    """`module:Class` or `/absolute/path.py:Class`."""
     payload: Any
     """First argument of the worker's constructor; must pickle. For digen's backends: the resolved config."""
     ranks: int = 1

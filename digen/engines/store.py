@@ -1,8 +1,8 @@
-"""Where tensors wait between two workers: `MemoryStore` within one process, `SharedStore` between processes of one host.
+"""Where tensors wait between two workers: `MemoryStore` in one process, `SharedStore` between processes of one host.
 
 Invariant: a key is written once, whole or not at all, and what is read back is bit-equal to what was put. The driver
-can drop without torch (it is imported where tensors are). A run's folder goes when the run ends; that of a killed run goes
-when the next one starts: a run locks the `pid` file of its folder, and the kernel gives up the lock of a dead process.
+can drop without torch (it is imported where tensors are). A run's folder goes when the run ends; that of a killed run
+goes when the next one starts: a run locks the `pid` file in its folder, and the kernel gives up a dead process's lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class MemoryStore:
-    """A dictionary, for workers that are threads of one process. Nothing is copied: read what you get, never write it."""
+    """A dictionary, for workers that are threads of one process. Nothing is copied: what you get is to be read only."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[str, torch.Tensor]] = {}
@@ -66,7 +66,7 @@ class SharedStore:
     folder: Path
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Ref:
-        """Store under a new key. ValueError when the key is taken, DigenError when the folder's disk or memory is full."""
+        """Store under a new key. ValueError when the key is taken, DigenError when there is no space left."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -139,7 +139,7 @@ def shared_folder(folder: Path) -> Iterator[None]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove the run folders in `parent` that no living process has locked (others' folders, which we may not, stay)."""
+    """Remove the run folders in `parent` that no living process has locked, as far as they are ours to remove."""
     for folder in parent.glob("digen-*-*"):
         with suppress(OSError), (folder / "pid").open() as marker:
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -43,7 +43,9 @@ class QwenImage(ModelFamily):
             module = cls.from_pretrained(self.path, subfolder=subfolder, torch_dtype=dtype)
             return module.to(self.device).requires_grad_(False).eval()
 
-        self.transformer = part(QwenImageTransformer2DModel, "transformer")
+        transformer = part(QwenImageTransformer2DModel, "transformer")
+        self.transformer = transformer
+        self.channels: int = transformer.config.in_channels
         self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(self.path, subfolder="scheduler")
         vae_config = AutoencoderKLQwenImage.load_config(self.path, subfolder="vae")
         self.downscale = 2 ** len(vae_config["temperal_downsample"])
@@ -62,7 +64,7 @@ class QwenImage(ModelFamily):
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        return (self.grid[0] * self.grid[1], self.transformer.config.in_channels)
+        return (self.grid[0] * self.grid[1], self.channels)
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         return list(cast("nn.ModuleList", transformer.transformer_blocks))
@@ -102,10 +104,10 @@ class QwenImage(ModelFamily):
     def velocity(self, latents: Tensor, sigma_N: Tensor, conditioning: Conditioning) -> Tensor:
         longest = int(conditioning["mask"].sum(1).max())
         mask = conditioning["mask"][:, :longest]
-        dtype = self.transformer.dtype
+        dtype = next(self.transformer.parameters()).dtype
         # The pipeline feeds scheduler.timesteps / 1000, and timesteps = 1000 sigma: the same two roundings here.
         timestep_N = (sigma_N.float() * 1000).to(dtype) / 1000
-        output = self.transformer(
+        output: tuple[Tensor] = self.transformer(
             hidden_states=latents.to(dtype),
             timestep=timestep_N,
             encoder_hidden_states=conditioning["embeds"][:, :longest].to(dtype),
@@ -113,12 +115,13 @@ class QwenImage(ModelFamily):
             img_shapes=[[(1, *self.grid)]] * len(latents),
             return_dict=False,
         )
-        return cast("Tensor", output[0])
+        return output[0]
 
     def combine(self, cond: Tensor, uncond: Tensor, guidance: float) -> Tensor:
         """True guidance, rescaled so that each token keeps the norm of its conditional prediction."""
         mixed = super().combine(cond, uncond, guidance)
-        return mixed * (cond.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True))
+        norms: tuple[Tensor, Tensor] = (cond.norm(dim=-1, keepdim=True), mixed.norm(dim=-1, keepdim=True))
+        return mixed * (norms[0] / norms[1])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -130,5 +133,5 @@ class QwenImage(ModelFamily):
         mean, std = (
             unpacked.new_tensor(values).view(shape) for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        images = vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
+        images: Tensor = vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
         return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()

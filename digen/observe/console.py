@@ -1,13 +1,13 @@
 """What a person sees of a run while it runs: a live view on a terminal, plain `key=value` lines anywhere else.
 
-Invariant: the driver's thread only swaps one frozen `Progress` for the next; drawing is a pure function of it and happens
-in rich's own refresh thread, so a slow terminal does not hold up the loop. A terminal that is gone does not stop the run.
+Invariant: the driver's thread only swaps one frozen `Progress` for the next; drawing is a pure function of it and
+happens in rich's own refresh thread, so a slow terminal does not hold up the loop. A terminal that is gone does not
+stop the run.
 """
 
 from __future__ import annotations
 
 import atexit
-import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from time import monotonic
@@ -20,7 +20,7 @@ from digen.observe.live import Progress, RunInfo, busy_groups, draw, kl_of, rewa
 from digen.observe.show import duration, number, share
 from digen.types import Span
 
-REFRESHES_PER_S = 4
+REFRESHES_PER_S = 2
 
 
 def open_view(info: RunInfo, console: Console) -> Observer:
@@ -94,17 +94,17 @@ class PlainView:
 def _fields(row: StepRow) -> Iterator[tuple[str, str]]:
     """Name and value of what a plain line shows, in fixed order; what a row lacks is left out."""
     kl_name, kl = kl_of(row)
-    values: list[tuple[str, Callable[[float], str], float]] = [
-        ("reward", number, row.get("reward/mean", math.nan)),
+    values: list[tuple[str, Callable[[float | None], str], float | None]] = [
+        ("reward", number, row.get("reward/mean")),
         *((f"reward/{name}", number, mean) for name, mean, _ in reward_terms(row)),
-        ("ratio_error", number, row.get("ratio/max_error", math.nan)),
-        ("clip", share, row.get("clip_fraction/mean", math.nan)),
+        ("ratio_error", number, row.get("ratio/max_error")),
+        ("clip", share, row.get("clip_fraction/mean")),
         (kl_name.replace(" ", "_").lower(), number, kl),
-        ("grad_norm", number, row.get("grad_norm", math.nan)),
-        ("lr", number, row.get("learning_rate", math.nan)),
-        ("stale", share, row.get("stale_share", math.nan)),
-        ("dropped", number, row.get("groups_dropped", math.nan)),
+        ("grad_norm", number, row.get("grad_norm")),
+        ("lr", number, row.get("learning_rate")),
+        ("stale", share, row.get("stale_share")),
+        ("dropped", number, row.get("groups_dropped")),
         *((f"busy/{name}", share, value) for name, value in busy_groups(row).items()),
-        ("time", duration, row.get("step_time_s", math.nan)),
+        ("time", duration, row.get("step_time_s")),
     ]
-    return ((name, show(value)) for name, show, value in values if not math.isnan(value))
+    return ((name, show(value)) for name, show, value in values if value is not None)

@@ -19,8 +19,8 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 40, 48
-SHARPNESS = 3
-"""Drawn so many times larger and scaled down: Pillow's lines have no smoothing of their own."""
+SHARPNESS, DENSITY = 4, 2
+"""Drawn 4 times larger and scaled down to 2 times: Pillow's lines have no smoothing of their own."""
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a")
 INK, PALE = "#1b1f24", "#d8dee4"
 
@@ -44,21 +44,23 @@ def plot_curves(
 ) -> None:
     """Write one curve per run: `rows_by_name` maps the name in the legend to rows of `metrics.jsonl`.
 
-    `label` stands at the value axis (default: the key). Raises ValueError when no run has a finite value of `key`.
+    `label` stands at the value axis (default: the key). Raises ValueError when a run has no finite value of `key`.
     """
     curves = {name: _points(rows, key) for name, rows in rows_by_name.items()}
+    empty = [name for name, points in curves.items() if not points]
+    if empty or not curves:
+        raise ValueError(f"key: got {key!r}, of which {', '.join(empty) or 'no run'} has no finite value")
     every = [point for points in curves.values() for point in points]
-    if not every:
-        raise ValueError(f"key: got {key!r}, of which no run has a value")
-    axes = _Axes(_range([x for x, _ in every]), _range([y for _, y in every]))
+    axes = _Axes(_range([x for x, _ in every]), _padded(*_range([y for _, y in every])))
     image = Image.new("RGB", (WIDTH * SHARPNESS, HEIGHT * SHARPNESS), "#ffffff")
     draw = ImageDraw.Draw(image)
     _frame(draw, axes, label or key)
     for index, (name, points) in enumerate(curves.items()):
         _curve(draw, axes, points, COLOURS[index % len(COLOURS)])
         _legend(draw, index, name)
+    smooth = image.resize((WIDTH * DENSITY, HEIGHT * DENSITY), Image.Resampling.LANCZOS)
     with replacing(path) as temporary:
-        image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(temporary, format="PNG", optimize=True)
+        smooth.quantize(128).save(temporary, format="PNG", optimize=True)
 
 
 def _points(rows: Sequence[StepRow], key: str) -> list[Point]:
@@ -68,6 +70,10 @@ def _points(rows: Sequence[StepRow], key: str) -> list[Point]:
 def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def _padded(low: float, high: float) -> tuple[float, float]:
+    return low - 0.06 * (high - low), high + 0.06 * (high - low)
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -104,14 +110,10 @@ def _curve(draw: ImageDraw.ImageDraw, axes: _Axes, points: Sequence[Point], colo
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:
-    """Mean over a tenth of the curve around each point (the window is cut at the ends, evenly on both sides)."""
+    """Mean over the tenth of the curve around each point, of what there is of it at the ends."""
     half = len(points) // 20
-    smooth = []
-    for index, (x, _) in enumerate(points):
-        reach = min(half, index, len(points) - 1 - index)
-        near = points[index - reach : index + reach + 1]
-        smooth.append((x, sum(y for _, y in near) / len(near)))
-    return smooth
+    near = [points[max(index - half, 0) : index + half + 1] for index in range(len(points))]
+    return [(x, sum(y for _, y in part) / len(part)) for (x, _), part in zip(points, near, strict=True)]
 
 
 def _legend(draw: ImageDraw.ImageDraw, index: int, name: str) -> None:

@@ -89,12 +89,13 @@ class Progress:
         return replace(self, notes=(*self.notes, message)[-KEPT_NOTES:], num_notes=self.num_notes + 1)
 
 
-def reward_terms(row: StepRow) -> Iterator[tuple[str, float, float]]:
-    """(name, mean, std) of every single reward of a row; NaN where a number is missing."""
+def reward_terms(row: StepRow) -> Iterator[tuple[str, float, float | None]]:
+    """(name, mean, std) of every single reward of a row."""
     for key, value in row.items():
-        if key.startswith("reward/") and key.endswith("/mean"):
-            name = key.removeprefix("reward/").removesuffix("/mean")
-            yield name, value, row.get(f"reward/{name}/std", math.nan)
+        parts = key.split("/")
+        if len(parts) > 2 and parts[0] == "reward" and parts[-1] == "mean":
+            name = "/".join(parts[1:-1])
+            yield name, value, row.get(f"reward/{name}/std")
 
 
 def busy_groups(row: StepRow) -> dict[str, float]:
@@ -102,11 +103,11 @@ def busy_groups(row: StepRow) -> dict[str, float]:
     return {key.removeprefix("busy/"): value for key, value in row.items() if key.startswith("busy/")}
 
 
-def kl_of(row: StepRow) -> tuple[str, float]:
+def kl_of(row: StepRow) -> tuple[str, float | None]:
     """The divergence that the run has: from the base model if it is measured, else from the rollout's policy."""
     if "kl/mean" in row:
         return "KL", row["kl/mean"]
-    return "approx KL", row.get("approx_kl/mean", math.nan)
+    return "approx KL", row.get("approx_kl/mean")
 
 
 def draw(progress: Progress, elapsed_s: float) -> Panel:
@@ -147,25 +148,26 @@ def _now(progress: Progress) -> str:
     """What ended in the step that is under way: the sign of life between two rows."""
     if progress.done >= progress.info.num_steps:
         return "done"
-    work = [f"{count} {kind}" for (step, kind), count in progress.ended.items() if step == progress.done]
-    if not progress.done and not any(kind != "load" for _, kind in progress.ended):
-        return f"loading: {sum(progress.ended.values())} worker groups are ready"
+    ended = progress.ended.items()
+    work = [f"{count} {kind}" for (step, kind), count in ended if step == progress.done and kind != "load"]
+    if not progress.done and not progress.ended:
+        return "loading models"
     return f"in step {progress.done + 1}: {', '.join(work) or 'nothing'} finished"
 
 
 def _rewards(progress: Progress) -> Iterator[Text]:
-    reward = progress.row.get("reward/mean", math.nan)
-    line = Text.assemble(("reward  ", "dim"), (number(reward), "bold green"), "  ")
+    reward, terms = progress.row.get("reward/mean"), list(reward_terms(progress.row))
+    width = max(len(cut(name, 24)) for name in ["reward", *(name for name, *_ in terms[:SHOWN_REWARDS])])
+    line = Text.assemble((f"{'reward':<{width}}  ", "dim"), (number(reward), "bold green"), "  ")
     line.append(sparkline(progress.rewards, KEPT_REWARDS), style="green")
-    if progress.done > 1:
+    if progress.done > 1 and reward is not None:
         line.append(f"  {reward - progress.first_reward:+.4f}  best {number(progress.best_reward)}")
     yield _one_line(line)
-    terms = list(reward_terms(progress.row))
     for name, mean, std in terms[:SHOWN_REWARDS]:
-        spread = f" ± {number(std)}" if math.isfinite(std) else ""
-        yield _one_line(Text.assemble((f"  {name}  ", "dim"), f"{number(mean)}{spread}"))
+        spread = "" if std is None else f" ± {number(std)}"
+        yield _one_line(Text.assemble((f"{cut(name, 24):<{width}}  ", "dim"), f"{number(mean)}{spread}"))
     if len(terms) > SHOWN_REWARDS:
-        yield Text(f"  and {len(terms) - SHOWN_REWARDS} more in metrics.jsonl", style="dim")
+        yield Text(f"and {len(terms) - SHOWN_REWARDS} more in metrics.jsonl", style="dim")
 
 
 def _one_line(text: Text) -> Text:
@@ -175,31 +177,28 @@ def _one_line(text: Text) -> Text:
 
 def _numbers(row: StepRow) -> Table:
     """Three columns of label and value: what says whether the run is sound."""
-
-    def get(key: str) -> float:
-        return row.get(key, math.nan)
-
-    time_s = get("step_time_s")
     kl_name, kl = kl_of(row)
+    samples, time_s = row.get("samples"), row.get("step_time_s")
     cells = [
-        ("max |ratio-1|", number(get("ratio/max_error"))),
-        ("clip share", share(get("clip_fraction/mean"))),
+        ("max |ratio-1|", number(row.get("ratio/max_error"))),
+        ("clip share", share(row.get("clip_fraction/mean"))),
         (kl_name, number(kl)),
-        ("grad norm", number(get("grad_norm"))),
-        ("learning rate", number(get("learning_rate"))),
-        ("log-prob gap", number(get("log_prob_gap/max"))),
-        ("stale samples", share(get("stale_share"))),
-        ("groups dropped", number(get("groups_dropped"))),
-        ("samples/s", number(get("samples") / time_s if time_s > 0 else math.nan)),
+        ("grad norm", number(row.get("grad_norm"))),
+        ("learning rate", number(row.get("learning_rate"))),
+        ("log-prob gap", number(row.get("log_prob_gap/max"))),
+        ("stale samples", share(row.get("stale_share"))),
+        ("groups dropped", number(row.get("groups_dropped"))),
+        ("samples/s", number(samples / time_s if samples is not None and time_s else None)),
     ]
     table = Table.grid(padding=(0, 2))
     for start in range(0, len(cells), 3):
-        texts = [
-            Text(part, style=style)
-            for cell in cells[start : start + 3]
-            for part, style in zip(cell, ("dim", ""), strict=True)
-        ]
-        table.add_row(*texts)
+        table.add_row(
+            *(
+                Text(part, style)
+                for cell in cells[start : start + 3]
+                for part, style in zip(cell, ("dim", ""), strict=True)
+            )
+        )
     return table
 
 
@@ -220,6 +219,6 @@ def _busy(groups: Mapping[str, float]) -> Table:
 
 
 def _notes(progress: Progress) -> Iterator[Text]:
-    yield Text(f"last of {progress.num_notes} notes (all in logs/driver.log)", style="dim")
+    yield Text(f"notes ({progress.num_notes}, all in logs/driver.log)", style="dim")
     for note in progress.notes:
         yield _one_line(Text("  " + " ".join(note.split()), style="yellow"))

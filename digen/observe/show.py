@@ -8,9 +8,9 @@ from collections.abc import Sequence
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | None) -> str:
     """`0.8s`, `12s`, `3m12s`, `1h02m`; `-` when unknown."""
-    if not math.isfinite(seconds):
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 9.95:
         return f"{seconds:.1f}s"
@@ -21,19 +21,26 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-def number(value: float) -> str:
-    """Counts as they are, else four digits; scientific below 1e-3, so that a ratio error of 1e-6 is not `0.0000`."""
+def number(value: float | None) -> str:
+    """Counts as they are, else four digits; scientific below 1e-3, so that a ratio error of 1e-6 is not `0.0000`.
+
+    `-` for a number that there is not, `nan` for one that went wrong.
+    """
+    if value is None:
+        return "-"
     if isinstance(value, int):
         return str(value)
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.2e}"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:#.4g}" if abs(value) < 100 else f"{value:.1f}"
+    return f"{value:.2e}"
 
 
-def share(value: float) -> str:
-    """A share of 1 as a percentage: `3.1%`, `71%`."""
-    if not math.isfinite(value):
-        return "-"
+def share(value: float | None) -> str:
+    """A share of 1 as a percentage: `3.1%`, `71%`; `-` and `nan` as in `number`."""
+    if value is None or not math.isfinite(value):
+        return number(value)
     return f"{100 * value:.0f}%" if value == 0 or value >= 0.0995 else f"{100 * value:.1f}%"
 
 

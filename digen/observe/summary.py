@@ -1,7 +1,7 @@
 """What a run did, computed from its rows and spans, and the block that closes it on the terminal.
 
 Invariant: pure, except for printing; time is measured by the spans alone and every second of a worker counts once,
-however many spans cover it. A bubble (section 3.1 of the paper) is a gap of one worker while the run is not done.
+however many spans cover it. A bubble (section 2.3 of the paper) is a gap of one worker while the run is not done.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from digen.observe.base import StepRow
+from digen.observe.files import RunFolder, read_rows, read_spans
 from digen.observe.live import reward_terms
 from digen.observe.show import duration, number, share
 from digen.types import Span
@@ -61,7 +62,7 @@ class Summary:
     rewards: Mapping[str, Change]
     """`mean` (the weighted sum that is trained on) and every single reward."""
     total_s: float
-    """From the start to the end of the last span or step: loading and saving included."""
+    """From the start of the first to the end of the last span: loading and saving included."""
     training_s: float
     """From the start of the first to the end of the last training span."""
     samples: int
@@ -75,7 +76,7 @@ class Summary:
     max_ratio_error: float
     workers: Mapping[str, Worker]
     wasted_s: float
-    """Worker seconds of generating and scoring that no update used: repeated calls, micro-batches never trained on."""
+    """Worker seconds of generating and scoring that no update used: done again after a resume, or cut off."""
     spans: Mapping[str, int]
     """Kind -> how many."""
 
@@ -99,7 +100,7 @@ def summarise(rows: Sequence[StepRow], spans: Sequence[Span]) -> Summary:
     return Summary(
         num_steps=len(rows),
         rewards=_changes(rows),
-        total_s=max([s.end for s in spans] + _values(rows, "time_s"), default=math.nan),
+        total_s=_total(rows, spans),
         training_s=training_s,
         samples=samples,
         trained_samples=int(_sum(rows, "trained_samples")),
@@ -113,6 +114,18 @@ def summarise(rows: Sequence[StepRow], spans: Sequence[Span]) -> Summary:
         wasted_s=_wasted(training),
         spans=dict(sorted(Counter(span.kind for span in spans).items())),
     )
+
+
+def summarise_folder(folder: RunFolder) -> Summary:
+    """The summary of a run folder. A log that a full disk never let begin counts as empty."""
+    rows = read_rows(folder.metrics) if folder.metrics.is_file() else []
+    return summarise(rows, read_spans(folder.events) if folder.events.is_file() else [])
+
+
+def _total(rows: Sequence[StepRow], spans: Sequence[Span]) -> float:
+    """Loading ends at time 0, so that spans may start before it."""
+    ends = [span.end for span in spans] + _values(rows, "time_s")
+    return max(ends) - min([0.0, *(span.start for span in spans)]) if ends else math.nan
 
 
 def _values(rows: Iterable[StepRow], key: str) -> list[float]:
@@ -229,7 +242,7 @@ def _warnings(summary: Summary) -> list[str]:
     """What a person should know before trusting the run; nothing when all is well."""
     found = [
         (summary.groups_dropped, "groups were dropped"),
-        (summary.rewards_failed, "reward values failed (never counted as 0)"),
+        (summary.rewards_failed, "samples had a reward that failed (they are not counted as 0)"),
         (summary.steps_not_applied, "steps were not applied (zero or non-finite gradient)"),
     ]
     return [f"{count} {what}" for count, what in found if count]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -63,7 +63,7 @@ class DiffusersGenerator:
 
     def _load_model(self) -> None:
         dtype = DTYPES[self.placement.dtype]
-        family: type[ModelFamily] = plugins.find("models", self.config.model.name)
+        family = cast("type[ModelFamily]", plugins.find("models", self.config.model.name))
         self.model = family(self.config.model)
         lora = self.config.trainer.lora
         # Full weights are kept in float32 and cast by autocast; a frozen base under adapters may be kept small.
@@ -79,7 +79,7 @@ class DiffusersGenerator:
             self.algorithm,
             self.config.sampling,
             dtype,
-            self.placement.batch_size,
+            self.placement.batch_size or -(-self.algorithm.samples_per_prompt // self.context.world_size),
             Conditions(self.model),
         )
 
@@ -132,9 +132,9 @@ class DiffusersGenerator:
             return
         microbatch = rollout.microbatch
         rows = range(microbatch.num_samples)
-        captions = [f"{rewards[row]:.2f}  {microbatch.identity(row)[0].text}" for row in rows]
+        captions = [f"{microbatch.identity(row)[0].text}\nreward {rewards[row]:.2f}" for row in rows]
         media = self._media(rollout, rows)
-        sample_grid(media.numpy(), captions, path, columns=microbatch.samples_per_prompt)
+        sample_grid(media.numpy(), captions, path, columns=min(8, microbatch.samples_per_prompt))
 
     def pull(self, published: Published) -> str:
         load_trainable(self.model.transformer, self.context.store.get(published.weights))

@@ -1,8 +1,8 @@
 """Everything the torch trainers share: replay of stored steps, loss, accumulation, one optimizer step, publication.
 
 Invariant: `accumulate` never changes the weights; its gradient is a sum over (sample, timestep) pairs divided by a
-number fixed before the step's first micro-batch (rule R11), so order, cut and stacking (GAP, TSP, TAG) cannot change it.
-Paper sections 2.1 and 3.2. Shape letters: N rows of one forward (samples x timesteps), K samples, S trained steps.
+number fixed before the step's first micro-batch (rule R11), so order, cut and stacking (GAP, TSP, TAG) cannot change
+it. Paper sections 2.1 and 3.2. Shape letters: N rows of one forward (samples x timesteps), K samples, S trained steps.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from digen.backends.generation.diffusers import DiffusersGenerator
 from digen.config import TrainerConfig
 from digen.models.base import Conditioning, rows_of
 from digen.observe.files import replacing
+from digen.schedule.tsp import Chunk, chunks
 from digen.types import Published, ScoredRollout, Stat, Stats, StepReport, Version, merge_stats
 from digen.weights.state import fingerprint, trainable
 
@@ -89,11 +90,13 @@ class TorchTrainer(DiffusersGenerator):
     def accumulate(self, scored: ScoredRollout, tsp: int, denominator: float, last: bool) -> Stats:
         on_policy = scored.rollout.version == self.version
         batch = self._batch(scored)
-        forwards = list(self._forwards(batch, tsp)) if batch else []
+        if batch is None:
+            return {}
+        forwards = self._forwards(batch, tsp)
         parts = []
         for number, (samples, columns) in enumerate(forwards, 1):
             self.reduce_gradients(last and number == len(forwards))
-            parts.append(self._backward(batch, samples, columns, denominator, on_policy))  # type: ignore[arg-type]
+            parts.append(self._backward(batch, samples, columns, denominator, on_policy))
         return merge_stats(*parts)
 
     def _batch(self, scored: ScoredRollout) -> Batch | None:
@@ -135,18 +138,11 @@ class TorchTrainer(DiffusersGenerator):
 
         return tensors, conditioning("cond."), conditioning("negative.")
 
-    def _forwards(self, batch: Batch, tsp: int) -> Iterator[tuple[slice, slice]]:
+    def _forwards(self, batch: Batch, tsp: int) -> Sequence[Chunk]:
         """Which samples and which columns of trained steps share a forward pass (TSP)."""
-        num_steps = batch.tensors["steps"].shape[1]
-        width = tsp or num_steps
-        prompts = batch.tensors["prompt"].tolist()
-        start = 0
-        for end in range(1, len(prompts) + 1):
-            size = self.placement.batch_size
-            if end == len(prompts) or end - start == size or (size is None and prompts[end] != prompts[start]):
-                for column in range(0, num_steps, width):
-                    yield slice(start, end), slice(column, min(column + width, num_steps))
-                start = end
+        size = self.placement.batch_size or -(-self.algorithm.kept_per_prompt() // self.context.world_size)
+        num_samples, num_timesteps = batch.tensors["steps"].shape
+        return chunks(num_samples, num_timesteps, size, tsp)
 
     def _backward(
         self, batch: Batch, samples: slice, columns: slice, denominator: float, on_policy: bool

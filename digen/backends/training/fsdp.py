@@ -6,6 +6,7 @@ reduced once per step: in the backward pass of the last micro-batch's last forwa
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
 import torch
@@ -40,7 +41,7 @@ class FsdpTrainer(TorchTrainer):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.context.rendezvous is None:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.FileStore(os.devnull, 1), rank=0, world_size=1)
         else:
             dist.init_process_group(
                 backend,
@@ -55,7 +56,7 @@ class FsdpTrainer(TorchTrainer):
         root.set_is_last_backward(now)
 
     def full(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:  # type: ignore[override]
         return self.full(super()._norm(tensors))

@@ -1,0 +1,36 @@
+# `make demo` and `make test` need only Python 3.11 or newer; both make their own .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+# CPU workers share cores: threads that spin while they wait make each other many times slower.
+export OMP_WAIT_POLICY = PASSIVE
+export GOMP_SPINCOUNT = 0
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test test-slow check install clean
+
+demo: install  ## train the bundled model for about four minutes, then compare it with the base model
+	$(BIN)/digen run flowgrpo --model glyph --run-dir runs/demo
+	$(BIN)/digen eval runs/demo
+
+test: install  ## the default test suite
+	$(BIN)/python -m pytest
+
+test-slow: install  ## longer tests: learning, equality of all schedules, every command of the README
+	$(BIN)/python -m pytest -m slow
+
+check: install  ## style, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "digen needs Python 3.11 or newer")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist

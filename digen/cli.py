@@ -1,0 +1,231 @@
+"""The command line. Everything heavy is imported inside the command that needs it.
+
+Invariant: `digen --help` imports neither torch nor a backend; with `--json`, stdout holds exactly one JSON object; a
+problem on the user's side is one readable block on stderr and the exit code of its error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import digen
+from digen.errors import DigenError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="digen",
+    help=digen.__doc__,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the `digen` command."""
+    app()
+
+
+def _installed(kind: Any) -> list[str]:
+    """Names for shell completion."""
+    from digen import plugins
+
+    return [p.name for p in plugins.available(kind)]
+
+
+Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout and nothing else.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"digen {digen.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    algorithm: Annotated[
+        str,
+        typer.Argument(
+            help="Name from `digen list`, or path.py:Name.", autocompletion=lambda: _installed("algorithms")
+        ),
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model; glyph if nothing else says.", autocompletion=lambda: _installed("models")),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with settings, e.g. a run's config.yaml.")] = None,
+    generator: Annotated[str | None, typer.Option(help="generator.backend")] = None,
+    trainer: Annotated[str | None, typer.Option(help="trainer.backend")] = None,
+    engine: Annotated[str | None, typer.Option(help="engine.name")] = None,
+    reward: Annotated[list[str] | None, typer.Option(help="Reward, instead of those set; repeatable.")] = None,
+    steps: Annotated[int | None, typer.Option(help="steps")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="run_dir")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the resolved settings and counts, run nothing.")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a model with reinforcement learning."""
+    flags = {
+        "generator.backend": generator,
+        "trainer.backend": trainer,
+        "engine.name": engine,
+        "steps": steps,
+        "seed": seed,
+        "run_dir": run_dir,
+    }
+    with _reported(debug):
+        from digen.presets import resolve
+
+        settings = [f"{key}={_quoted(value)}" for key, value in flags.items() if value is not None]
+        if reward:
+            settings.append(f"reward={json.dumps({name: {} for name in reward})}")
+        resolved = resolve(algorithm, model, config, [*settings, *(overrides or ())], os.environ)
+        if dry_run:
+            _show_plan(resolved, as_json)
+            return
+        from digen.run import run as start
+
+        summary = start(resolved, console=_console(stderr=as_json))
+        if as_json:
+            _emit(summary.as_dict())
+
+
+@app.command("eval")
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", exists=True, file_okay=False)],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare a run's trained model with its base model on held-out prompts."""
+    with _reported(debug):
+        from digen.evaluate import evaluate as start
+
+        report = start(run_dir, console=_console(stderr=as_json))
+        if as_json:
+            _emit(report.as_dict())
+
+
+@app.command()
+def sample(
+    run_or_model: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or a model's name.")],
+    prompt: Annotated[list[str], typer.Option(help="What to draw; repeatable.")],
+    out: Annotated[Path, typer.Option(help="Folder for the images.")] = Path("samples"),
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    num_steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; the model's own if not given.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Draw images with a trained or a base model."""
+    with _reported(debug):
+        from digen.evaluate import sample as start
+
+        paths = [str(path) for path in start(run_or_model, prompt, out, seed, num_steps)]
+        if as_json:
+            _emit({"images": paths})
+        else:
+            typer.echo("\n".join(paths))
+
+
+@app.command("list")
+def list_plugins(as_json: Json = False, debug: Debug = False) -> None:
+    """Show the installed algorithms, models, backends, rewards and engines."""
+    with _reported(debug):
+        from digen import plugins
+
+        found = {kind: plugins.available(kind) for kind in plugins.KINDS}
+        if as_json:
+            _emit({kind: [p._asdict() for p in members] for kind, members in found.items()})
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for title in ("kind", "name", "what it is", "from"):
+            table.add_column(title, overflow="fold")
+        for kind, members in found.items():
+            for k, plugin in enumerate(members):
+                table.add_row(*map(Text, ("" if k else kind, plugin.name, plugin.summary, plugin.source)))
+        _console(stderr=False).print(table)
+
+
+def _quoted(value: object) -> str:
+    """A flag's value as a setting's text: numbers as they are, texts quoted so that they stay texts."""
+    return str(value) if isinstance(value, int) else json.dumps(str(value))
+
+
+def _show_plan(config: Any, as_json: bool) -> None:
+    """The resolved settings, in a form that `--config` reads, and the counts that follow from them."""
+    from digen.presets import derived, dump, payload
+
+    if as_json:
+        _emit({"config": payload(config), "derived": derived(config)})
+        return
+    counts = "".join(f"# {name.replace('_', ' ')}: {count}\n" for name, count in derived(config).items())
+    typer.echo(f"{dump(config)}\n{counts}", nl=False)
+
+
+def _emit(document: Mapping[str, Any]) -> None:
+    """One JSON object; a number that JSON does not have (a reward that never came) is null."""
+    typer.echo(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+@contextmanager
+def _reported(debug: bool) -> Iterator[None]:
+    """Turn an error of ours into one block on stderr and its exit code, an interrupt into 130."""
+    try:
+        yield
+    except DigenError as error:
+        if debug:
+            traceback.print_exc()
+        _show_error(error)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        if debug:
+            traceback.print_exc()
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+def _show_error(error: DigenError) -> None:
+    console = _console(stderr=True)
+    if not console.is_terminal:
+        typer.echo(f"error: {error}", err=True)
+        return
+    from rich.panel import Panel
+    from rich.text import Text
+
+    console.print(Panel(Text(str(error)), title=type(error).__name__, title_align="left", border_style="red"))

@@ -1,0 +1,185 @@
+"""Comparing a run's trained model with its base, and drawing single images: `digen eval` and `digen sample`.
+
+Invariant: base and trained model get the same prompts, the same initial noise and no step noise, so that what differs
+between the two is the training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import anyio
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+
+from digen import plugins, presets
+from digen.config import RunConfig
+from digen.data.prompts import load_prompts
+from digen.engines.base import WorkerGroup
+from digen.engines.together import all_at_once
+from digen.errors import ConfigError
+from digen.observe.files import RunFolder, write_atomic
+from digen.observe.grid import side_by_side
+from digen.rewards.total import total
+from digen.run import load, make_engine, spec
+from digen.types import Prompt, Ref, Scores
+
+SEED = 0
+"""Of the evaluation's initial noise: the same for every run, so that runs can be compared."""
+SHOWN = 16
+"""Prompts in the picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """Mean rewards over the held-out prompts; `rewards` has (base, trained) of every single reward."""
+
+    run_dir: Path
+    checkpoint: Path
+    num_prompts: int
+    base_reward: float
+    trained_reward: float
+    rewards: Mapping[str, tuple[float, float]]
+    picture: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "run_dir": str(self.run_dir),
+            "checkpoint": str(self.checkpoint),
+            "num_prompts": self.num_prompts,
+            "base_reward": self.base_reward,
+            "trained_reward": self.trained_reward,
+            "gain": self.trained_reward - self.base_reward,
+            "rewards": {name: {"base": base, "trained": trained} for name, (base, trained) in self.rewards.items()},
+            "picture": str(self.picture),
+        }
+
+
+def evaluate(run_dir: Path, *, console: Console) -> EvalReport:
+    """Score base and trained model on the held-out prompts; writes `eval.json` and `eval.png` into the run folder.
+
+    Raises ConfigError when the folder holds no run or no checkpoint, and what workers raise.
+    """
+    folder = RunFolder.open(run_dir)
+    config = presets.load(folder.config)
+    checkpoint = newest_checkpoint(folder)
+    prompts = load_prompts(presets.prompt_file(config, "heldout"), config.data.column)
+    report = anyio.run(partial(_evaluate, config, folder, checkpoint, prompts))
+    write_atomic(folder.path / "eval.json", json.dumps(report.as_dict(), indent=2) + "\n")
+    _print(report, console)
+    return report
+
+
+def newest_checkpoint(folder: RunFolder) -> Path:
+    """The checkpoint of the latest step. Raises ConfigError when there is none."""
+    found = [path.parent for path in folder.checkpoints.glob("*/weights.safetensors")]
+    if not found:
+        raise ConfigError(f"{folder.path} has no checkpoint; a run writes one when it ends")
+    return max(found, key=lambda path: int(path.name.rsplit("_", 1)[-1]))
+
+
+async def _evaluate(
+    config: RunConfig[Any], folder: RunFolder, checkpoint: Path, prompts: Sequence[Prompt]
+) -> EvalReport:
+    engine = make_engine(config)
+    results: dict[str, tuple[Scores, Ref]] = {}
+
+    async def one(group: WorkerGroup) -> None:
+        if group.name == "trained":
+            await group.call("restore", checkpoint)
+        results[group.name] = (await group.call("evaluate", tuple(prompts), SEED, True))[0]
+
+    target = plugins.target("generators", config.generator.backend)
+    placement = config.generator.model_copy(update={"ranks": 1})
+    specs = [spec(config, name, target, placement, folder.logs) for name in ("base", "trained")]
+    async with engine.open(specs) as groups:
+        await load(groups)
+        await all_at_once(partial(one, group) for group in groups.values())
+        media = {name: engine.store.get(ref)["media"][:SHOWN].numpy() for name, (_, ref) in results.items()}
+        picture = folder.path / "eval.png"
+        captions = _captions(config, prompts, results)
+        side_by_side(media["base"], media["trained"], captions[:SHOWN], picture)
+    base, trained = results["base"][0], results["trained"][0]
+    single = {
+        name: (_mean([row[j] for row in base.values]), _mean([row[j] for row in trained.values]))
+        for j, name in enumerate(base.names)
+    }
+    sums = [_mean(total(scores, terms=config.reward)) for scores in (base, trained)]
+    return EvalReport(folder.path, checkpoint, len(prompts), sums[0], sums[1], single, picture)
+
+
+def _captions(
+    config: RunConfig[Any], prompts: Sequence[Prompt], results: Mapping[str, tuple[Scores, Ref]]
+) -> list[str]:
+    base, trained = (total(results[name][0], terms=config.reward) for name in ("base", "trained"))
+    rows = zip(prompts, base, trained, strict=True)
+    return [f"{prompt.text}\nreward {a:.2f} / {b:.2f}" for prompt, a, b in rows]
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Mean of those that did not fail; NaN when all did."""
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else math.nan
+
+
+def _print(report: EvalReport, console: Console) -> None:
+    table = Table(title=f"{report.num_prompts} held-out prompts, one sample each, no step noise", title_justify="left")
+    for title in ("reward", "base", "trained", "gain"):
+        table.add_column(title, justify="left" if title == "reward" else "right")
+    for name, (base, trained) in report.rewards.items():
+        table.add_row(name, f"{base:.3f}", f"{trained:.3f}", f"{trained - base:+.3f}")
+    if len(report.rewards) > 1:
+        base, trained = report.base_reward, report.trained_reward
+        table.add_row("weighted sum", f"{base:.3f}", f"{trained:.3f}", f"{trained - base:+.3f}")
+    console.print(table)
+    console.print(f"side by side: {report.picture}", highlight=False, soft_wrap=True)
+
+
+def sample(
+    run_or_model: str, prompts: Sequence[str], out: Path, seed: int = 0, num_steps: int | None = None
+) -> list[Path]:
+    """Draw one image per prompt, without step noise, with a run's trained model or a model as it is.
+
+    Writes `out/000.png`, ... and returns the paths. Raises ConfigError for what is neither a run nor a model.
+    """
+    checkpoint = None
+    if Path(run_or_model).is_dir():
+        folder = RunFolder.open(Path(run_or_model))
+        config, checkpoint = presets.load(folder.config), newest_checkpoint(folder)
+    else:
+        config = presets.resolve(presets.FALLBACK, run_or_model, None, (), {})
+    if num_steps is not None:
+        sampling = config.sampling.model_copy(update={"eval_num_steps": num_steps})
+        config = config.model_copy(update={"sampling": sampling})
+    media = anyio.run(partial(_sample, config, checkpoint, tuple(prompts), seed))
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / f"{k:03d}.png" for k in range(len(prompts))]
+    for path, image in zip(paths, media, strict=True):
+        Image.fromarray(image).save(path)
+    return paths
+
+
+async def _sample(
+    config: RunConfig[Any], checkpoint: Path | None, prompts: tuple[str, ...], seed: int
+) -> Any:
+    """Media (K, H, W, 3) of these prompts."""
+    engine = make_engine(config)
+    placement = config.generator.model_copy(update={"ranks": 1})
+    worker = spec(config, "generator", plugins.target("generators", config.generator.backend), placement, None)
+    rows = tuple(Prompt(k, text) for k, text in enumerate(prompts))
+    async with engine.open([replace(worker, payload={**worker.payload, "reward": {}})]) as groups:
+        await load(groups)
+        group = groups["generator"]
+        if checkpoint is not None:
+            await group.call("restore", checkpoint)
+        _, ref = (await group.call("evaluate", rows, seed, False))[0]
+        return engine.store.get(ref)["media"].numpy().copy()

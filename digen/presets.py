@@ -1,0 +1,273 @@
+"""From everything that a user sets to one valid run: default < preset < file < environment < command line.
+
+Invariant: whatever is wrong (unknown key, value, plugin, file, impossible combination) is said here, all of it at once,
+each with key, value, what is allowed and where it was set, before any model, backend or torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+from pydantic import ValidationError
+
+from digen import plugins, schema
+from digen.algos.base import Algorithm
+from digen.config import ModelConfig, RunConfig
+from digen.data.prompts import load_prompts
+from digen.errors import ConfigError, DataError, PluginError
+from digen.rewards.base import RewardSet
+from digen.schedule import tag
+from digen.settings import (
+    Keys,
+    Setting,
+    Tree,
+    dump_yaml,
+    from_environment,
+    from_file,
+    from_overrides,
+    from_tree,
+    merge,
+    source,
+    without_other_types,
+)
+
+FALLBACK = "flowgrpo"
+"""An algorithm without presets of its own takes this one's, but for their `algorithm` section."""
+NAME: Final = ("algorithm", "name")
+"""In files the algorithm's plugin name, as on the command line, whatever its class calls itself."""
+MODEL: Final = ("model", "name")
+NAMES: Mapping[Keys, plugins.Kind] = {
+    MODEL: "models",
+    ("generator", "backend"): "generators",
+    ("trainer", "backend"): "trainers",
+    ("engine", "name"): "engines",
+}
+"""Keys that hold the name of a plugin."""
+BUNDLED = {"prompts": "train.txt", "heldout": "heldout.txt"}
+"""Names in the folder `prompts` beside a model plugin's source."""
+
+
+def presets() -> dict[tuple[str, str], Path]:
+    """(algorithm, model) -> file, of every preset that comes with digen."""
+    package = Path(__file__).parent
+    folder = next(p for p in (package / "configs", package.parent / "configs") if p.is_dir())  # wheel, checkout
+    return {(path.parent.name, path.stem): path for path in sorted(folder.glob("*/*.yaml"))}
+
+
+def resolve(
+    algorithm: str, model: str | None, file: Path | None, overrides: Sequence[str], environ: Mapping[str, str]
+) -> RunConfig[Any]:
+    """The run that these settings describe. Raises ConfigError with one line for each problem.
+
+    `algorithm` is a plugin's name or `path.py:Name`; `model` stands for the override `model.name`; overrides are
+    `section.key=value`. The preset is that of the model that the highest layer names.
+    """
+    kind = _run_type(algorithm)
+    named = [Setting(MODEL, model, "command line")] if model else []
+    above = [_read(file) if file else [], from_environment(environ), named + from_overrides(overrides)]
+    known = schema.keys(kind)
+    layers = [_defaults(kind), _preset(algorithm, above), *above]
+    settings = [s for layer in without_other_types(layers, schema.type_keys(known)) for s in layer]
+    tree = merge({}, [s for s in settings if s.path != NAME], schema.open_keys(known))
+    return _validate(kind, tree, settings, _other_algorithm(algorithm, settings))
+
+
+def load(path: Path) -> RunConfig[Any]:
+    """The run of a file written with `dump`: the file itself says which algorithm it is for."""
+    settings = _read(path)
+    names = [s.value for s in settings if s.path == NAME]
+    if not names:
+        raise ConfigError(f"{path}: algorithm.name is missing; allowed: an algorithm of `digen list` or path.py:Name")
+    return resolve(str(names[-1]), None, path, (), {})
+
+
+def dump(config: RunConfig[Any]) -> str:
+    """YAML text with every key, which gives the same run when it is fed back with `--config`."""
+    return dump_yaml(payload(config))
+
+
+def payload(config: RunConfig[Any]) -> Tree:
+    """A run as plain data, for a worker process or a file; `rebuild` is the way back."""
+    tree = config.model_dump(mode="json")
+    where = plugins.origin(type(config.algorithm))
+    tree["algorithm"]["name"] = plugins.installed_name("algorithms", where) or where
+    return tree
+
+
+def rebuild(values: Mapping[str, Any]) -> RunConfig[Any]:
+    """The run of what `payload` made, in another process; its plugins and files have been checked where it was made."""
+    algorithm = dict(values["algorithm"])
+    return _run_type(algorithm.pop("name")).model_validate({**values, "algorithm": algorithm})
+
+
+def prompt_file(config: RunConfig[Any], which: Literal["prompts", "heldout"]) -> Path:
+    """The file of `data.prompts` or `data.heldout`, or the model's bundled one. ConfigError when there is none."""
+    name: str | None = getattr(config.data, which)
+    if name is not None:
+        return Path(name).expanduser()
+    bundled = plugins.folder("models", config.model.name) / "prompts" / BUNDLED[which]
+    if not bundled.is_file():
+        raise ConfigError(f"data.{which}: must be set, model {config.model.name!r} brings no prompts of its own")
+    return bundled
+
+
+def num_prompts(config: RunConfig[Any]) -> int:
+    """Training prompts in the run's file. Raises ConfigError or DataError."""
+    return len(load_prompts(prompt_file(config, "prompts"), config.data.column))
+
+
+def derived(config: RunConfig[Any]) -> dict[str, int]:
+    """What follows from the settings: counts of a global step and of the run. A forward is one row of latents."""
+    algorithm, per_step, prompts = config.algorithm, config.data.prompts_per_step, num_prompts(config)
+    trained = algorithm.steps.num_trained(config.sampling.num_steps)
+    samples, kept = per_step * algorithm.samples_per_prompt, per_step * algorithm.kept_per_prompt()
+    guided = 2 if config.sampling.guidance > 1 else 1
+    passes = 1 + algorithm.loss.needs_reference + (algorithm.old_log_prob == "replay")
+    steps_per_epoch = prompts // per_step
+    limits = [config.steps, config.epochs and config.epochs * steps_per_epoch]
+    return {
+        "prompts": prompts,
+        "groups_per_step": per_step,
+        "samples_per_step": samples,
+        "trained_samples_per_step": kept,
+        "microbatches_per_step": ceil(per_step / config.schedule.prompts_per_microbatch),
+        "denoising_steps": config.sampling.num_steps,
+        "trained_timesteps_per_sample": trained,
+        "rollout_forwards_per_step": samples * config.sampling.num_steps * guided,
+        "update_forwards_per_step": kept * trained * guided * passes,
+        "optimizer_steps_per_step": 1,
+        "steps_per_epoch": steps_per_epoch,
+        "steps": min(limit for limit in limits if limit is not None),
+    }
+
+
+def _run_type(algorithm: str) -> type[RunConfig[Any]]:
+    """`RunConfig[X]` of an algorithm plugin."""
+    found = plugins.find("algorithms", algorithm)
+    if not isinstance(found, type) or not issubclass(found, Algorithm):
+        raise ConfigError(f"algorithm {algorithm!r} is no subclass of digen.algos.base.Algorithm, got {found!r}")
+    return cast("type[RunConfig[Any]]", RunConfig.__class_getitem__(found))
+
+
+def _defaults(kind: type[RunConfig[Any]]) -> list[Setting]:
+    algorithm = kind.model_fields["algorithm"].annotation
+    assert isinstance(algorithm, type)
+    tree = {"algorithm": schema.defaults(algorithm), **schema.defaults(kind)}
+    return [s for s in from_tree(tree, "default") if s.path != NAME]
+
+
+def _read(file: Path) -> list[Setting]:
+    try:
+        return from_file(file.read_text("utf-8-sig"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "no UTF-8 text"
+        raise ConfigError(f"configuration file {file} cannot be read: {reason}") from error
+
+
+def _preset(algorithm: str, above: Sequence[Sequence[Setting]]) -> list[Setting]:
+    """The preset of the model that the highest layer names; of the default model when there is no such model at all."""
+    known, default = presets(), ModelConfig().name
+    model = next((str(s.value) for layer in reversed(above) for s in reversed(layer) if s.path == MODEL), default)
+    if ":" not in model and model not in {p.name for p in plugins.available("models")}:
+        model = default
+    name = next((a for a in (algorithm, FALLBACK) if (a, model) in known), None)
+    if name is None:
+        return []
+    settings = from_file(known[name, model].read_text("utf-8"), f"configs/{name}/{model}.yaml")
+    return [s for s in settings if name == algorithm or s.path[0] != "algorithm"]
+
+
+def _other_algorithm(algorithm: str, settings: Sequence[Setting]) -> Iterator[tuple[Keys, str]]:
+    """A file for another algorithm is refused, not bent to this one."""
+    where = plugins.target("algorithms", algorithm)
+    for given in (s.value for s in settings if s.path == NAME):
+        if given != algorithm and (plugins.target("algorithms", str(given)) != where):
+            yield NAME, f"{schema.dotted(NAME)}: got {given!r}, but the run is for {algorithm!r}"
+
+
+def _validate(
+    kind: type[RunConfig[Any]], tree: Tree, settings: Sequence[Setting], problems: Iterable[tuple[Keys, str]]
+) -> RunConfig[Any]:
+    """One way out: a run without problems, or all problems at once."""
+    known = schema.keys(kind)
+    found = [*problems, *schema.flags_for_numbers(tree, known).items()]
+    config = None
+    try:
+        config = kind.model_validate(tree)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            path, texts = schema.lines(details, tree, known)
+            found += [(path, text) for text in texts]
+    found += [*_missing_plugins(tree), *_missing_files(tree)]
+    if config is not None and not found:
+        found += _misfits(config)
+    lines = [_with_source(text, path, settings, known) for path, text in found]
+    if config is None or lines:
+        raise ConfigError(lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} problems:", *lines]))
+    return config
+
+
+def _with_source(text: str, path: Keys, settings: Sequence[Setting], known: Collection[Keys]) -> str:
+    """A problem and where it was set; the key that the sentence begins with is more exact than the checked one."""
+    begins = tuple(text.partition("=")[0].partition(":")[0].split("."))
+    path = begins if begins in known else path
+    return f"{text} ({source(settings, path)})" if path else text
+
+
+def _missing_plugins(tree: Tree) -> Iterator[tuple[Keys, str]]:
+    """Plugins that are unknown or cannot be imported; values of a wrong type have been reported already."""
+    asked = [(path, kind, _dig(tree, path)) for path, kind in NAMES.items()]
+    rewards = tree.get("reward")
+    asked += [(("reward", name), "rewards", name) for name in (rewards if isinstance(rewards, dict) else ())]
+    for path, kind, name in asked:
+        try:
+            if isinstance(name, str):
+                plugins.target(kind, name)
+        except PluginError as error:
+            yield path, f"{schema.dotted(path)}: {error}"
+
+
+def _missing_files(tree: Tree) -> Iterator[tuple[Keys, str]]:
+    """Files and folders that do not exist; better now than in a worker while the others wait."""
+    for path in (("data", "prompts"), ("data", "heldout")):
+        name = _dig(tree, path)
+        if isinstance(name, str) and not Path(name).expanduser().is_file():
+            yield path, f"{schema.dotted(path)}: file {Path(name).absolute()} does not exist"
+    name = _dig(tree, ("model", "path"))
+    if isinstance(name, str) and not Path(name).expanduser().is_dir():
+        yield ("model", "path"), f"model.path: folder {Path(name).absolute()} does not exist"
+
+
+def _misfits(config: RunConfig[Any]) -> Iterator[tuple[Keys, str]]:
+    """What each section alone cannot know."""
+    yield from _caught(("algorithm", "steps"), lambda: config.algorithm.steps.check(config.sampling.num_steps))
+    yield from _caught(("schedule", "tag"), lambda: tag.parse(config.schedule.tag))
+    yield from _caught(("data", "prompts"), lambda: _check_batch(config))
+    yield from _caught(("reward",), RewardSet(config.reward, config.scoring.timeout_s, 1).check)
+    per_step, per_microbatch = config.data.prompts_per_step, config.schedule.prompts_per_microbatch
+    if per_microbatch > per_step:
+        path = ("schedule", "prompts_per_microbatch")
+        yield path, f"{schema.dotted(path)}: got {per_microbatch}; allowed: 1 to data.prompts_per_step={per_step}"
+
+
+def _check_batch(config: RunConfig[Any]) -> None:
+    prompts, per_step = num_prompts(config), config.data.prompts_per_step
+    if prompts < per_step:
+        raise ConfigError(f"data.prompts_per_step: got {per_step}; allowed: 1 to {prompts}, the number of prompts")
+
+
+def _caught(path: Keys, check: Callable[[], object]) -> Iterator[tuple[Keys, str]]:
+    try:
+        check()
+    except (ConfigError, DataError) as error:
+        yield path, str(error)
+
+
+def _dig(tree: Tree, path: Keys) -> Any:
+    value: Any = tree
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,71 @@
+"""Shared fixtures: real workers of the bundled model in this process, small enough for every test."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import pytest
+
+from digen.config import RunConfig
+from digen.engines.base import WorkerContext
+from digen.engines.store import MemoryStore
+from digen.types import MicroBatch, Prompt, Rollout, ScoredRollout
+
+Make = Callable[..., Any]
+
+PROMPTS = (
+    Prompt(3, 'a sign that says "OPEN"'),
+    Prompt(8, 'small red letters "CAT" on a white background'),
+    Prompt(11, 'a label with the text "SUN"'),
+)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., RunConfig[Any]]:
+    """A small run of the bundled model; overrides are `section.key=value`."""
+    from digen.presets import resolve
+
+    def make(*overrides: str, algorithm: str = "flowgrpo") -> RunConfig[Any]:
+        small = ("algorithm.samples_per_prompt=4", "sampling.num_steps=6", "data.prompts_per_step=3", "steps=3")
+        return resolve(algorithm, "glyph", None, [*small, *overrides], {})
+
+    return make
+
+
+@pytest.fixture
+def make_worker() -> Make:
+    """A loaded worker of one rank that lives in this process, without any reward."""
+    from digen.presets import payload
+
+    def make(kind: type, config: RunConfig[Any], store: MemoryStore | None = None, name: str = "worker") -> Any:
+        context = WorkerContext(name, 0, 1, "cpu", store or MemoryStore())
+        worker = kind({**payload(config), "reward": {}}, context)
+        worker.load()
+        return worker
+
+    return make
+
+
+@pytest.fixture
+def make_microbatch() -> Callable[..., MicroBatch]:
+    def make(config: RunConfig[Any], prompts: int = 2, step: int = 0) -> MicroBatch:
+        return MicroBatch(step, 0, PROMPTS[:prompts], config.algorithm.samples_per_prompt, config.seed)
+
+    return make
+
+
+@pytest.fixture
+def make_scored() -> Callable[..., ScoredRollout]:
+    """A rollout of one worker with made-up rewards, credited by the algorithm."""
+    from digen import credit
+
+    def make(config: RunConfig[Any], worker: Any, microbatch: MicroBatch, version: int = 0) -> ScoredRollout:
+        rollout = Rollout(microbatch, version, (worker.generate(microbatch, version),), "worker")
+        rewards = [float((7 * row) % 5) for row in range(microbatch.num_samples)]
+        return credit.credit(rollout, rewards, config.algorithm)
+
+    return make
