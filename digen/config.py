@@ -175,7 +175,7 @@ class ScoringConfig(Section):
 class RewardTerm(BaseModel):
     """One reward and its weight in the sum; further keys are the reward's own options."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
     weight: FiniteFloat = 1.0
     """Factor in the sum of rewards; negative to lower this reward."""
 

@@ -109,7 +109,8 @@ def _either(known: FieldInfo | None, other: FieldInfo) -> FieldInfo:
     """One field for a key that several types of a union have: the first, or any of their `type` names."""
     if known is None or get_origin(other.annotation) is not Literal or known.annotation == other.annotation:
         return known or other
-    return FieldInfo(annotation=Union[known.annotation, other.annotation], default=known.default)  # noqa: UP007
+    choices: Any = Union[known.annotation, other.annotation]  # noqa: UP007 - made at run time
+    return FieldInfo(annotation=choices, default=known.default)
 
 
 def _mapping(annotation: Any) -> bool:
@@ -143,7 +144,10 @@ def lines(error: ErrorDetails, tree: Tree, known: Mapping[Keys, FieldInfo]) -> t
             return path, [text if text.startswith(name) else f"{name}: {text}" for text in texts]
         case "string_pattern_mismatch" if field and field.description:
             return path, [f"{name}: got {shown(got)}; allowed: {field.description.rstrip('.')}"]
-    return path, [f"{name}: got {shown(got)}; allowed: {allowed(field) if field else error['msg']}"]
+    # Types of a union may bound the same key differently: there pydantic's own words are the exact ones.
+    by_type = bool(tag) and error["type"].startswith(("greater_", "less_"))
+    exact = allowed(field) if field and not by_type else error["msg"].removeprefix("Input should be ")
+    return path, [f"{name}: got {shown(got)}; allowed: {exact}"]
 
 
 def flags_for_numbers(tree: Tree, known: Mapping[Keys, FieldInfo]) -> dict[Keys, str]:

@@ -38,8 +38,10 @@ from digen.types import (
 )
 
 T = TypeVar("T")
-Seconds = float | Callable[[], float]
-"""What a call takes: always the same, or drawn anew for each call."""
+Seconds = float | Callable[..., float]
+"""What a call takes: always the same, or a function of its arguments. Groups that draw should each draw for themselves:
+
+which of two calls of one instant begins first is the event loop's choice."""
 
 LEARNING_RATE = 0.1
 
@@ -144,7 +146,7 @@ class SimulatedGroup:
         assert not self._busy, f"{self.name} was asked to {method} while it was at work"
         self._busy, start = True, anyio.current_time()
         try:
-            await _sleep(self.seconds.get(method, 0.0))
+            await _sleep(self.seconds.get(method, 0.0), args)
             self._fail_if_told(method, args)
             values = tuple(self._on_rank(method, rank, args) for rank in range(self.world_size))
         finally:
@@ -224,9 +226,9 @@ def identity_value(microbatch: MicroBatch, row: int) -> float:
     return random.Random(f"{microbatch.seed}/{microbatch.step}/{prompt.id}/{sample}").random()  # noqa: S311 - no secret
 
 
-async def _sleep(seconds: Seconds) -> None:
+async def _sleep(seconds: Seconds, args: tuple[Any, ...]) -> None:
     """Wait until a whole nanosecond, so that sums of costs that are equal on paper are one instant here."""
-    if (duration_s := seconds() if callable(seconds) else seconds) > 0:
+    if (duration_s := seconds(*args) if callable(seconds) else seconds) > 0:
         await anyio.sleep_until(round(anyio.current_time() + duration_s, 9))
 
 

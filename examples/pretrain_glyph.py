@@ -51,6 +51,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 )
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from torch import Tensor, nn
@@ -515,8 +516,7 @@ def train_flow(pipe: QwenImagePipeline, pool: Pool, out_dir: Path, args: argpars
         if step % 100 == 0:
             log.info("flow step %d: loss %.4f, %.0f s", step, recent, time.monotonic() - started)
         if args.checkpoint_every and step % args.checkpoint_every == 0:
-            state = {f"{i}.{k}": v for i, m in enumerate(average.module) for k, v in m.state_dict().items()}
-            torch.save(state, out_dir / f"average-{step}.pt")
+            save_file(average.module.state_dict(), out_dir / f"average-{step}.safetensors")
     models.load_state_dict(average.module.state_dict())
 
 

@@ -93,6 +93,19 @@ def test_steps_are_taken_in_float32_for_bfloat16_models_and_stay_in_float64(nois
         assert torch.equal(mean, same)
 
 
+@pytest.mark.parametrize("noise", STRATEGIES)
+def test_even_a_bfloat16_sigma_table_does_not_pull_the_step_down(noise: NoiseStrategy) -> None:
+    x, v, where = normal(0).bfloat16(), normal(1).bfloat16(), at(3)
+    low = Transition(
+        *(getattr(where, name).bfloat16() for name in ("sigma", "sigma_next", "sigma_second", "sigma_last"))
+    )
+
+    mean, std = noise.mean_std(x, v, low)
+
+    assert {mean.dtype, euler(x, v, low).dtype, clean(x, v, low).dtype} == {torch.float32}
+    assert noise.log_prob(x, mean.bfloat16(), std).dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("noise", STRATEGIES)
 def test_no_step_of_any_schedule_explodes(noise: NoiseStrategy, name: str) -> None:

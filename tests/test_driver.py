@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Case:
         mode: str = "pipelined",
         steps: int = 1,
         b: int = 4,
-        g: Seconds = 1.0,
+        g: Seconds | Sequence[Seconds] = 1.0,
         t: Seconds = 0.6,
         replicas: int = 1,
         samples: int = 2,
@@ -48,9 +49,10 @@ class Case:
         options: dict[str, Any] | None = None,
         **schedule: Any,
     ) -> None:
-        replicas = 0 if mode == "colocated" else replicas
-        self.generators = [SimulatedGroup(f"g{k}", generate=g, **(generator or {})) for k in range(replicas)]
-        self.trainer = SimulatedGroup("trainer", **{"generate": g, "update": t, **(trainer or {})})
+        each = g if isinstance(g, Sequence) else [g] * replicas
+        self.generators = [SimulatedGroup(f"g{k}", generate=s, **(generator or {})) for k, s in enumerate(each)]
+        self.trainer = SimulatedGroup("trainer", **{"generate": each[0], "update": t, **(trainer or {})})
+        self.generators = [] if mode == "colocated" else self.generators
         self.config = simulated_config(
             steps=steps, samples_per_prompt=samples, schedule={"mode": mode, **schedule}, **(sections or {})
         )
@@ -66,6 +68,12 @@ class Case:
 
     def timeline(self, kind: str) -> list[tuple[int, float, float]]:
         return [(s.index, round(s.start, 6), round(s.end, 6)) for s in self.spans(kind)]
+
+
+def uniform(low: float, high: float, seed: int) -> Callable[..., float]:
+    """Random seconds of one group."""
+    rng = random.Random(seed)
+    return lambda *_: rng.uniform(low, high)
 
 
 # Schedules to the second
@@ -197,12 +205,11 @@ def test_p17_staleness_zero_with_a_slow_sync_ends_and_every_sample_has_its_own_v
 
 
 def test_p18_the_asynchronous_loop_with_staleness_zero_is_the_synchronous_one() -> None:
-    rng = random.Random(4)
     cases = [
         Case(steps=4, mode="colocated"),
         Case(steps=4, mode="naive"),
         Case(steps=4),
-        Case(steps=4, staleness=0.0, window=2, tag="static(2)", replicas=3, g=lambda: rng.uniform(0.1, 2.0)),
+        Case(steps=4, staleness=0.0, window=2, tag="static(2)", g=[uniform(0.1, 2.0, k) for k in range(3)]),
         Case(steps=4, staleness=0.2),  # less than one of four micro-batches
         Case(steps=4, prompts_per_microbatch=3),
     ]
@@ -224,8 +231,7 @@ def test_p19_a_sync_during_a_trajectory_neither_cancels_nor_changes_it() -> None
 
 
 def test_p21_staleness_is_bounded_by_pacing_and_nothing_is_thrown_away() -> None:
-    rng = random.Random(0)
-    case = Case(steps=20, b=8, g=lambda: rng.uniform(0.1, 2.0), t=lambda: rng.uniform(0.1, 2.0), staleness=0.5)
+    case = Case(steps=20, b=8, g=uniform(0.1, 2.0, 1), t=uniform(0.1, 2.0, 2), staleness=0.5)
     stale = Counter(s.step for s in case.spans("generate") if s.version < s.step)
     assert max(stale.values()) == 4
     assert all(row["stale_share"] == stale[row["step"]] / 8 for row in case.seen.rows)
@@ -234,8 +240,8 @@ def test_p21_staleness_is_bounded_by_pacing_and_nothing_is_thrown_away() -> None
 
 @pytest.mark.parametrize("seed", range(20))
 def test_p22_a_fast_generator_and_a_slow_trainer_end_cleanly_every_time(seed: int) -> None:
-    rng = random.Random(seed)
-    case = Case(steps=3, g=lambda: rng.uniform(0.0, 0.2), t=lambda: rng.uniform(1.0, 3.0), staleness=0.5, replicas=2)
+    g, t = [uniform(0.0, 0.2, seed), uniform(0.0, 0.2, seed + 100)], uniform(1.0, 3.0, seed + 200)
+    case = Case(steps=3, g=g, t=t, staleness=0.5)
     assert case.seen.end_s == pytest.approx(case.seen.rows[-1]["time_s"])
 
 
@@ -342,8 +348,10 @@ def test_the_trainer_takes_the_smallest_index_that_is_ready() -> None:
 
 
 def test_ordered_updates_wait_for_their_turn_and_others_do_not() -> None:
-    slow_first = [4.0, 1.0, 1.0, 1.0]
-    free, ordered = (Case(t=0.5, replicas=2, g=iter(slow_first).__next__, ordered=o) for o in (False, True))
+    def slow_first(batch: MicroBatch, version: int) -> float:
+        return 4.0 if batch.index == 0 else 1.0
+
+    free, ordered = (Case(t=0.5, replicas=2, g=slow_first, ordered=o) for o in (False, True))
     assert [s.index for s in free.spans("update")] == [1, 2, 3, 0]
     assert [s.index for s in ordered.spans("update")] == [0, 1, 2, 3]
     assert (free.seen.end_s, ordered.seen.end_s) == (pytest.approx(4.5), pytest.approx(6.0))

@@ -170,6 +170,8 @@ def test_a_wrong_value_is_shown_with_what_is_allowed_and_its_line(write) -> None
         ("reward.ocr=3", "reward.ocr: got 3; allowed: a section with weight"),
         ("reward.ocr.weight=x", "reward.ocr.weight: got 'x'; allowed: a number"),
         ("generator.env.A=[1]", "generator.env.A: got [1]; allowed: text"),
+        ("reward.ocr.detct=no", "Did you mean 'detect'?"),
+        ("reward.ocr.threads=0", "reward.ocr.threads"),
         ("schedule.tag=stati(2)", "schedule.tag: got 'stati(2)'"),
         ("sampling.num_steps=1", "sampling.num_steps=1"),
         ("algorithm.steps.high=11", "algorithm.steps.high=11"),

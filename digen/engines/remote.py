@@ -112,20 +112,22 @@ class RemoteRank:
                 return body
 
     async def _message(self) -> tuple[int, bytearray]:
-        number, end = 0, HEADER.size
-        while len(self._incoming) < end:
+        await self._fill(HEADER.size)
+        number, size = HEADER.unpack_from(self._incoming)
+        end = HEADER.size + size
+        await self._fill(end)
+        body = self._incoming[HEADER.size : end]
+        del self._incoming[:end]
+        return number, body
+
+    async def _fill(self, size: int) -> None:
+        while len(self._incoming) < size:
             await anyio.wait_readable(self._socket)
             with suppress(BlockingIOError):
                 chunk = self._socket.recv(CHUNK)
                 if not chunk:
                     raise ConnectionResetError
                 self._incoming += chunk
-            if len(self._incoming) >= HEADER.size:
-                number, size = HEADER.unpack_from(self._incoming)
-                end = HEADER.size + size
-        body = self._incoming[HEADER.size : end]
-        del self._incoming[:end]
-        return number, body
 
     def _error(self, kind: type[WorkerError], method: str, cause: str, remote_traceback: str = "") -> WorkerError:
         error = kind(self.context.group, self.context.rank, method, cause, remote_traceback)

@@ -1,8 +1,7 @@
 """Rewards: the function that scores samples, and the set of them that a run uses (paper section 3.3, scoring).
 
 Invariant (rule R17): a score that could not be had is NaN, never a number; `RewardSet.score` answers within its time
-limit whatever a reward does; and options are checked before anything heavy is loaded. No torch here: the driver
-imports `total`.
+limit whatever a reward does; and options are checked before anything heavy is loaded, where there is no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
@@ -49,20 +48,13 @@ class RewardFn(Protocol):
         ...
 
 
-def total(values: Mapping[str, Sequence[float]], terms: Mapping[str, RewardTerm]) -> tuple[float, ...]:
-    """The reward of every sample: sum over rewards of weight * value, unnormalised; NaN where any value is NaN."""
-    rows = zip(*(values[name] for name in terms), strict=True)
-    weights = [term.weight for term in terms.values()]
-    return tuple(float(sum(w * v for w, v in zip(weights, row, strict=True))) for row in rows)
-
-
 class RewardSet:
     """The rewards of a run, inside one worker. Each call of a reward has its own thread, so that several overlap.
 
     `threads` is the number of CPU threads for rewards that have an option of that name and leave it unset.
     """
 
-    def __init__(self, terms: Mapping[str, RewardTerm], timeout_s: float, threads: int) -> None:
+    def __init__(self, terms: Mapping[str, RewardTerm], timeout_s: float, threads: int = 1) -> None:
         self._terms = terms
         self._timeout_s = timeout_s
         self._threads = threads
@@ -90,6 +82,8 @@ class RewardSet:
         Raises RewardError when the media are not as `RewardFn` promises, or when what a reward returns is not K
         numbers: that is a mistake in a program, which repeating cannot cure.
         """
+        if len(self._rewards) < len(self._terms):
+            raise RuntimeError("RewardSet.score was called before load")
         _check_media(media, prompts, metadata)
         shared = media.view()
         shared.flags.writeable = False
@@ -195,7 +189,7 @@ def _short(value: object) -> str:
 
 
 def _build(name: str, options: Mapping[str, object], threads: int) -> RewardFn:
-    plugin = find("rewards", name)
+    plugin: Any = find("rewards", name)
     if not callable(plugin):
         raise PluginError(f"reward {name!r} must be a class or a function; got {type(plugin).__name__}")
     parameters = _option_parameters(plugin)
@@ -203,13 +197,13 @@ def _build(name: str, options: Mapping[str, object], threads: int) -> RewardFn:
         options = {"threads": threads, **options}
     values = _checked_options(name, plugin, parameters, options)
     try:
-        reward: RewardFn = plugin(**values) if inspect.isclass(plugin) else partial(plugin, **values)
+        reward = plugin(**values) if inspect.isclass(plugin) else partial(plugin, **values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward.{name}: {error}") from error
     _check_callable(name, reward)
     if check := getattr(reward, "check", None):
         check()
-    return reward
+    return cast("RewardFn", reward)
 
 
 def _option_parameters(plugin: Callable[..., object]) -> dict[str, inspect.Parameter]:

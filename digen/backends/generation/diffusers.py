@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,8 @@ from digen.weights.state import fingerprint, load_trainable, trainable
 
 logger = logging.getLogger(__name__)
 
+LOADING = Lock()
+"""The libraries patch torch while they load a model, which two threads of one process must not do at once."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -58,7 +61,8 @@ class DiffusersGenerator:
         return True
 
     def load(self) -> None:
-        self._load_model()
+        with LOADING:
+            self._load_model()
         self._load_rewards()
 
     def _load_model(self) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from digen.algos.base import LossInputs, LossTerms, Transition
-from digen.backends.generation.diffusers import DiffusersGenerator
+from digen.backends.generation.diffusers import LOADING, DiffusersGenerator
 from digen.config import TrainerConfig
 from digen.models.base import Conditioning, rows_of
 from digen.observe.files import replacing
@@ -58,7 +58,8 @@ class TorchTrainer(DiffusersGenerator):
         return self.scores_here or self.config.schedule.tag != "none"
 
     def load(self) -> None:
-        self._load_model()
+        with LOADING:
+            self._load_model()
         needs_base = self.algorithm.loss.needs_reference and self.config.trainer.lora is None
         self.base = copy.deepcopy(self.model.transformer).requires_grad_(False) if needs_base else None
         self.distribute()
