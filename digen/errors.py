@@ -43,7 +43,7 @@ class WorkerError(DigenError, RuntimeError):
         return f"{self.group} rank {self.rank} failed in {self.method}(): {self.cause}"
 
 
-class WorkerDied(WorkerError, ConnectionError):
+class WorkerDied(WorkerError, ConnectionError):  # noqa: N818 - what happened, not what went wrong in a call
     """The process of a rank ended while a call was running or before one was sent."""
 
 

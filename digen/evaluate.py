@@ -156,7 +156,7 @@ def sample(
         folder = RunFolder.open(Path(run_or_model))
         config, checkpoint = presets.load(folder.config), newest_checkpoint(folder)
     else:
-        config = presets.resolve(presets.FALLBACK, run_or_model, None, (), {})
+        config = presets.for_model(run_or_model)
     if num_steps is not None:
         sampling = config.sampling.model_copy(update={"eval_num_steps": num_steps})
         config = config.model_copy(update={"sampling": sampling})
@@ -168,9 +168,7 @@ def sample(
     return paths
 
 
-async def _sample(
-    config: RunConfig[Any], checkpoint: Path | None, prompts: tuple[str, ...], seed: int
-) -> Any:
+async def _sample(config: RunConfig[Any], checkpoint: Path | None, prompts: tuple[str, ...], seed: int) -> Any:
     """Media (K, H, W, 3) of these prompts."""
     engine = make_engine(config)
     placement = config.generator.model_copy(update={"ranks": 1})

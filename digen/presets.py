@@ -6,6 +6,7 @@ each with key, value, what is allowed and where it was set, before any model, ba
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
@@ -39,6 +40,8 @@ FALLBACK = "flowgrpo"
 NAME: Final = ("algorithm", "name")
 """In files the algorithm's plugin name, as on the command line, whatever its class calls itself."""
 MODEL: Final = ("model", "name")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+"""`owner/name`; a folder of that shape is written with `./` before it."""
 NAMES: Mapping[Keys, plugins.Kind] = {
     MODEL: "models",
     ("generator", "backend"): "generators",
@@ -73,6 +76,18 @@ def resolve(
     settings = [s for layer in without_other_types(layers, schema.type_keys(known)) for s in layer]
     tree = merge({}, [s for s in settings if s.path != NAME], schema.open_keys(known))
     return _validate(kind, tree, settings, _other_algorithm(algorithm, settings))
+
+
+def for_model(model: str) -> RunConfig[Any]:
+    """A model with its preset's settings where it has one, to sample with: nothing that training needs is looked for.
+
+    Raises PluginError when there is no such model.
+    """
+    plugins.target("models", model)
+    kind = _run_type(FALLBACK)
+    named = [Setting(MODEL, model, "command line"), Setting(("steps",), 1, "command line")]
+    settings = [*_defaults(kind), *_preset(FALLBACK, [named]), *named]
+    return kind.model_validate(merge({}, settings, schema.open_keys(schema.keys(kind))))
 
 
 def load(path: Path) -> RunConfig[Any]:
@@ -237,7 +252,7 @@ def _missing_files(tree: Tree) -> Iterator[tuple[Keys, str]]:
         if isinstance(name, str) and not Path(name).expanduser().is_file():
             yield path, f"{schema.dotted(path)}: file {Path(name).absolute()} does not exist"
     name = _dig(tree, ("model", "path"))
-    if isinstance(name, str) and not Path(name).expanduser().is_dir():
+    if isinstance(name, str) and not HUB_ID.fullmatch(name) and not Path(name).expanduser().is_dir():
         yield ("model", "path"), f"model.path: folder {Path(name).absolute()} does not exist"
 
 

@@ -25,7 +25,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The pipeline unit: whole prompt groups. Row `k` of it is sample `k % n` of prompt `k // n`, n = samples_per_prompt."""
+    """The pipeline unit: whole prompt groups. Row `k` is sample `k % n` of prompt `k // n`, n = samples_per_prompt."""
 
     step: int
     index: int
@@ -152,7 +152,7 @@ SpanKind = Literal["load", "generate", "assist", "score", "update", "sync", "pul
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work on one worker group: the event log, from which everything drawn comes. Times in s since start."""
+    """One piece of work on one worker group: everything drawn comes from these. Times in s since the run's start."""
 
     kind: SpanKind
     worker: str

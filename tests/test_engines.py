@@ -1,5 +1,6 @@
 """One contract for both engines, on asyncio and on trio; then what only one engine promises."""
 
+import operator
 import os
 import signal
 import subprocess
@@ -147,7 +148,7 @@ class TestContract:
                     await groups["group"].call("interval", 0.1)
                 assert scope.cancelled_caught
                 with anyio.move_on_after(0.01) as scope:
-                    await groups["group"].call("length", b"x" * size)
+                    await groups["group"].call("length", b"x" * size, 0.1)
                 assert scope.cancelled_caught
                 with anyio.fail_after(5):
                     assert await groups["group"].call("echo", size) == (((size,), {}),)
@@ -173,16 +174,15 @@ class TestContract:
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_tensors_go_from_one_group_to_another_bit_equal(engine: Engine) -> None:
-    groups_of = [spec("one", 5, "TensorWorker", threads=1), spec("two", 5, "TensorWorker", threads=1)]
-    async with engine.open([*groups_of, spec("other", 6, "TensorWorker", threads=1)]) as groups:
-        (ref,) = await groups["one"].call("put", "one/0/tensors")
+    async with engine.open([spec(name, None, "TensorWorker", threads=1) for name in ("one", "two")]) as groups:
+        (ref,) = await groups["one"].call("put", "one/0/tensors", seed=5)
         assert ref.nbytes == 4 * 30 * 2 + 2 * 30 + 8 * 3
-        assert await groups["two"].call("equals", ref) == (True,)
-        assert await groups["other"].call("equals", ref) == (False,)
+        assert await groups["two"].call("equals", ref, seed=5) == (True,)
+        assert await groups["two"].call("equals", ref, seed=6) == (False,)
         assert await groups["one"].call("threads") == (1,)
         engine.store.drop(ref)
         with pytest.raises(WorkerError, match=r"KeyError: .*one/0/tensors"):
-            await groups["two"].call("equals", ref)
+            await groups["two"].call("equals", ref, seed=5)
 
 
 @pytest.mark.parametrize(("kind", "cycles"), [(InlineEngine, 20), (ProcessEngine, 3)])
@@ -203,7 +203,7 @@ def test_opening_and_closing_again_leaves_no_process_thread_file_or_memory(
     before = left()
     for _ in range(cycles - 1):
         anyio.run(cycle)
-    assert left() == before
+    assert soon(lambda: left() == before)
 
 
 # --- placement ---
@@ -320,22 +320,20 @@ class TestProcess:
             assert places == tuple((None, "group", rank, 3, "cpu") for rank in range(3))
             assert len(set(await groups["group"].call("pid"))) == 3
 
-    async def test_what_does_not_pickle_is_said_and_the_worker_goes_on(
-        self, processes: ProcessEngine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_what_does_not_pickle_is_said_and_the_worker_goes_on(self, processes: ProcessEngine) -> None:
         with pytest.raises(WorkerError, match=r"__init__\(\): the arguments do not pickle: "):
             async with processes.open([spec(payload=lambda: 0)]):
                 pytest.fail("it opened")
-        async with processes.open([spec(env={"DIGEN_TEST_ODD": "1"})]) as groups:
+        async with processes.open([spec()]) as groups:
             group = groups["group"]
             with pytest.raises(WorkerError, match=r"echo\(\): the arguments do not pickle: .*lambda"):
                 await group.call("echo", lambda: 0)
             with pytest.raises(WorkerError, match=r"lock\(\): the result does not pickle: TypeError: .*lock"):
                 await group.call("lock")
-            with pytest.raises(WorkerError, match=r"odd\(\): the result does not unpickle in the driver: .*Error"):
-                await group.call("odd")
+            with pytest.raises(WorkerError, match=r"broken\(\): the result does not unpickle in the driver: KeyError"):
+                await group.call("broken")
             with pytest.raises(WorkerError, match="the arguments do not unpickle in the worker: KeyError: "):
-                await group.call("echo", Here())
+                await group.call("echo", Broken())
             assert await group.call("echo", 1) == (((1,), {}),)
 
     async def test_environment_and_thread_counts_are_set_before_torch_is_loaded(
@@ -462,11 +460,11 @@ class TestProcess:
         assert not alive(pid)
 
 
-class Here:
-    """Its module has another name in a worker, so it pickles but cannot be unpickled there."""
+class Broken:
+    """Pickles, but does not unpickle."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (os.environ.__getitem__, ("DIGEN_TEST_NOWHERE",))
+        return operator.getitem, ({}, "nothing")
 
 
 DRIVER = """

@@ -1,5 +1,6 @@
 """Workers of the engine tests, loaded by path in other processes; torch is imported only where it is needed."""
 
+import operator
 import os
 import signal
 import subprocess
@@ -13,15 +14,11 @@ from digen.engines.base import WorkerContext
 from digen.types import Ref
 
 
-class Odd:
-    """Pickles, but cannot be unpickled where `DIGEN_TEST_ODD` is not set."""
+class Broken:
+    """Pickles, but does not unpickle."""
 
     def __reduce__(self):
-        return (_odd, ())
-
-
-def _odd():
-    return {"set": os.environ["DIGEN_TEST_ODD"]}
+        return operator.getitem, ({}, "nothing")
 
 
 class Worker:
@@ -47,7 +44,8 @@ class Worker:
     def echo(self, *args, **kwargs):
         return args, kwargs
 
-    def length(self, data):
+    def length(self, data, seconds=0.0):
+        time.sleep(seconds)
         return len(data), data
 
     def raise_on(self, rank, others_wait_s=0.0):
@@ -84,8 +82,8 @@ class Worker:
     def lock(self):
         return threading.Lock()
 
-    def odd(self):
-        return Odd()
+    def broken(self):
+        return Broken()
 
     def die(self, last_words, rank=0, others_wait_s=0.0):
         if self.context.rank == rank:
@@ -105,19 +103,19 @@ class Worker:
 
 
 class TensorWorker(Worker):
-    def tensors(self):
+    def tensors(self, seed):
         import torch
 
-        rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(self.payload))
+        rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed))
         return {"float": rows, "bf16": rows.bfloat16(), "turned": rows.T, "ids": torch.arange(3), "empty": rows[:0]}
 
-    def put(self, key) -> Ref:
-        return self.context.store.put(key, self.tensors())
+    def put(self, key, seed) -> Ref:
+        return self.context.store.put(key, self.tensors(seed))
 
-    def equals(self, ref: Ref):
+    def equals(self, ref: Ref, seed):
         import torch
 
-        got, made = self.context.store.get(ref), self.tensors()
+        got, made = self.context.store.get(ref), self.tensors(seed)
         return got.keys() == made.keys() and all(
             got[name].dtype == made[name].dtype and torch.equal(got[name], made[name]) for name in made
         )

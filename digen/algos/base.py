@@ -218,7 +218,7 @@ class Algorithm(Section):
     def _possible(self) -> Algorithm:
         problems = self.problems()
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError("\n".join(problems))
         return self
 
     def problems(self) -> list[str]:

@@ -143,7 +143,9 @@ class RemoteRank:
         code = self._process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         said = _tail(self._log)
-        where = f"; the end of {self._log}:\n{said}" if said else f"; it wrote nothing to {self._log}" if self._log else ""
+        where = (
+            f"; the end of {self._log}:\n{said}" if said else f"; it wrote nothing to {self._log}" if self._log else ""
+        )
         return f"process {self._process.pid} {how}{where}"
 
     def _gone(self, within_s: float) -> bool:

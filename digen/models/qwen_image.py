@@ -17,9 +17,11 @@ from diffusers import (
     QwenImageTransformer2DModel,
 )
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.utils import logging as transformers_logging
 
 from digen.models.base import Conditioning, ModelFamily
 
@@ -37,6 +39,8 @@ class QwenImage(ModelFamily):
     )  # fmt: skip
 
     def load(self, device: str, dtype: torch.dtype, *, text_encoder: bool, decoder: bool) -> None:
+        for library in (diffusers_logging, transformers_logging):
+            library.disable_progress_bar()
         self.device = torch.device(device)
 
         def part(cls: Any, subfolder: str) -> Any:

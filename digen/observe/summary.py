@@ -222,7 +222,7 @@ def _lines(summary: Summary, run_dir: Path) -> list[Text]:
 
 
 def _labelled(label: str, text: str, style: str = "") -> Text:
-    return Text.assemble((f"  {label:<10}", "dim"), (text, style))
+    return Text.assemble((f"  {label:<9} ", "dim"), (text, style))
 
 
 def _pace(summary: Summary) -> str:

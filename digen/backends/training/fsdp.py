@@ -6,7 +6,6 @@ reduced once per step: in the backward pass of the last micro-batch's last forwa
 
 from __future__ import annotations
 
-import os
 from typing import cast
 
 import torch
@@ -41,7 +40,8 @@ class FsdpTrainer(TorchTrainer):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.context.rendezvous is None:
-            dist.init_process_group(backend, store=dist.FileStore(os.devnull, 1), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # exported, but not declared to be
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         else:
             dist.init_process_group(
                 backend,

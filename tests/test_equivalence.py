@@ -1,0 +1,143 @@
+"""The schedule, the engine, the number of workers and the trainer change when and where work is done, never what is learned.
+
+Three global steps of the bundled model, in every way in which digen can run them, against the naive run in one process.
+Plain SGD: an optimizer that divides by its own noise (Adam) would turn rounding into whole steps.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from digen.observe.files import read_rows, read_spans
+from digen.presets import resolve
+from digen.run import run
+
+HERE = Path(__file__).parent
+SAME_BATCHES = 1e-7
+"""Relative difference of gradients when every forward pass has the same rows: only the order of sums differs."""
+OTHER_BATCHES = 1e-6
+"""When rows are batched in another way: matrix products round differently too."""
+
+QUICK = {
+    "gap": (["schedule.mode=pipelined"], SAME_BATCHES),
+    "gap, tsp": (["schedule.mode=pipelined", "trainer.tsp=0"], OTHER_BATCHES),
+    "gap, tsp, tag": (["schedule.mode=pipelined", "trainer.tsp=0", "schedule.tag=static(2)"], OTHER_BATCHES),
+    "tcss without staleness": (["schedule.mode=pipelined", "schedule.window=2", "schedule.staleness=0"], SAME_BATCHES),
+    "colocated": (["schedule.mode=colocated"], SAME_BATCHES),
+    "two replicas": (["schedule.mode=pipelined", "generator.replicas=2"], SAME_BATCHES),
+    "micro-batches of 2": (["schedule.mode=pipelined", "schedule.prompts_per_microbatch=2"], SAME_BATCHES),
+    "micro-batches of 4": (["schedule.prompts_per_microbatch=4"], SAME_BATCHES),
+}
+PROCESSES = {
+    "processes": (["engine.name=process", "schedule.mode=pipelined"], SAME_BATCHES),
+    "two replicas and an assisting trainer": (
+        ["engine.name=process", "schedule.mode=pipelined", "generator.replicas=2", "schedule.tag=static(1)"],
+        SAME_BATCHES,
+    ),
+    "fsdp on one rank": (["engine.name=process", f"trainer.backend={HERE}/recording.py:RecordedFsdp"], SAME_BATCHES),
+    "fsdp on two ranks": (
+        ["engine.name=process", f"trainer.backend={HERE}/recording.py:RecordedFsdp", "trainer.ranks=2"],
+        OTHER_BATCHES,
+    ),
+    "a generator of two ranks": (["engine.name=process", "generator.ranks=2", "generator.batch_size=1"], OTHER_BATCHES),
+}
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    settings = [
+        "steps=3",
+        "data.prompts_per_step=4",
+        "algorithm.samples_per_prompt=4",
+        "sampling.num_steps=6",
+        "engine.name=inline",
+        "schedule.mode=naive",
+        "trainer.tsp=1",
+        f"trainer.backend={HERE}/recording.py:RecordedLocal",
+        "trainer.optimizer=sgd",
+        "trainer.learning_rate=3e-2",
+        "trainer.weight_decay=0",
+        f'reward={{"{HERE}/recording.py:brightness": {{}}}}',
+        "observe.tensorboard=false",
+        f"run_dir={folder}",
+        *overrides,
+    ]
+    run(resolve("flowgrpo", "glyph", None, settings, {}), console=Console(quiet=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "naive")
+
+
+@pytest.fixture(scope="module")
+def reference_of_single_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ranks share a group's samples, passes have fewer rows; with one row each, both sides have the same."""
+    return train(tmp_path_factory.mktemp("runs") / "rows", "trainer.batch_size=1", "generator.batch_size=1")
+
+
+def samples(folder: Path) -> list[str]:
+    return sorted((folder / "recorded" / "samples.txt").read_text().splitlines())
+
+
+def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    difference = sum(float((a[n].double() - b[n].double()).square().sum()) for n in a)
+    return (difference / sum(float(b[n].double().square().sum()) for n in b)) ** 0.5
+
+
+def assert_same(folder: Path, reference: Path, tolerance: float) -> None:
+    assert samples(folder) == samples(reference)
+    for step in range(3):
+        name = f"recorded/gradient-{step}.safetensors"
+        assert relative(load_file(folder / name), load_file(reference / name)) <= tolerance, f"step {step}"
+    weights = [load_file(next(f.glob("checkpoints/*/weights.safetensors"))) for f in (folder, reference)]
+    assert max(float((weights[0][n] - weights[1][n]).abs().max()) for n in weights[0]) <= 1e-5
+    rows = [read_rows(f / "metrics.jsonl") for f in (folder, reference)]
+    for a, b in zip(*rows, strict=True):
+        assert a["reward/mean"] == pytest.approx(b["reward/mean"], abs=1e-12)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+
+
+def test_the_reference_really_learns_something(reference: Path) -> None:
+    rows = read_rows(reference / "metrics.jsonl")
+    assert all(row["step_applied"] and row["weight_delta"] > 1e-3 for row in rows)
+    assert all(row["reward/std"] > 0 for row in rows)
+    assert len(samples(reference)) == len({line.split()[-1] for line in samples(reference)}) == 3 * 16
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_in_one_process_every_schedule_learns_the_same(name: str, reference: Path, tmp_path: Path) -> None:
+    overrides, tolerance = QUICK[name]
+    assert_same(train(tmp_path / "run", *overrides), reference, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSES)
+def test_across_processes_every_placement_learns_the_same(
+    name: str, reference: Path, reference_of_single_rows: Path, tmp_path: Path
+) -> None:
+    overrides, tolerance = PROCESSES[name]
+    two_ranks = any("ranks=2" in text for text in overrides)
+    rows = ["trainer.batch_size=1", "generator.batch_size=1"] if two_ranks else []
+    folder = train(tmp_path / "run", *overrides, *rows)
+    assert_same(folder, reference_of_single_rows if two_ranks else reference, tolerance)
+
+
+def test_with_staleness_every_trajectory_has_one_version_at_most_one_behind_and_nothing_is_thrown_away(
+    tmp_path: Path,
+) -> None:
+    overrides = ["schedule.mode=pipelined", "schedule.staleness=0.5", "steps=5", "generator.replicas=2"]
+    folder = train(tmp_path / "run", *overrides)
+    rows = read_rows(folder / "metrics.jsonl")
+    assert max(row["stale_share"] for row in rows) == 0.5
+    assert all(row["stale_share"] <= 0.5 for row in rows)
+    lags = {int(step) - int(version) for step, _, _, version, _ in map(str.split, samples(folder))}
+    assert lags == {0, 1}
+    spans = read_spans(folder / "events.jsonl")
+    made = sorted((s.step, s.index) for s in spans if s.kind in {"generate", "assist"})
+    assert made == sorted((s.step, s.index) for s in spans if s.kind == "update")
+    assert len(samples(folder)) == 5 * 16
