@@ -189,21 +189,21 @@ async def test_tensors_go_from_one_group_to_another_bit_equal(engine: Engine) ->
 def test_opening_and_closing_again_leaves_no_process_thread_file_or_memory(
     kind: type[InlineEngine | ProcessEngine], cycles: int
 ) -> None:
-    engine, me = kind(), psutil.Process()
+    engine, me, threads = kind(), psutil.Process(), threading.active_count()
 
     async def cycle() -> None:
         async with engine.open([spec("a"), spec("b")]) as groups:
             await groups["a"].call("echo", 1)
 
     def left() -> tuple[object, ...]:
-        ours = list(Path("/dev/shm").glob(f"digen-{os.getpid()}-*")) if Path("/dev/shm").exists() else []
-        return me.num_fds(), threading.active_count(), me.children(), ours
+        return me.num_fds(), me.children(), [*Path("/dev/shm").glob(f"digen-{os.getpid()}-*")]
 
     anyio.run(cycle)
     before = left()
     for _ in range(cycles - 1):
         anyio.run(cycle)
-    assert soon(lambda: left() == before)
+    assert left() == before
+    assert soon(lambda: threading.active_count() <= threads)
 
 
 # --- placement ---

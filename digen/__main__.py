@@ -1,0 +1,5 @@
+"""`python -m digen`: the same as the `digen` command."""
+
+from digen.cli import main
+
+main()
