@@ -18,7 +18,7 @@ from digen import credit, gather
 from digen.config import RunConfig
 from digen.engines.base import WorkerGroup
 from digen.errors import ConfigError, DivergedError, RewardError, SyncError, WorkerDied, WorkerError
-from digen.inflight import Done, InFlight, Work
+from digen.inflight import NO_INDEX, Done, InFlight, Work
 from digen.metrics import StepFacts, log_prob_complaint, step_row
 from digen.observe.base import Observer
 from digen.observe.files import RunFolder
@@ -43,9 +43,6 @@ from digen.types import (
 
 Duty = Callable[[WorkerGroup], Work[Any] | None]
 """Looks for one kind of work for an idle group, and takes it out of its queue."""
-
-NO_INDEX = -1
-"""`index` of work that is about no micro-batch."""
 
 
 class Driver:
@@ -122,7 +119,7 @@ class Driver:
 
     @property
     def finished(self) -> bool:
-        return self.version == self.num_steps and not self.unsaved and not self.flight.running()
+        return self.version >= self.num_steps and not self.unsaved and not self.flight.running()
 
     def next_work(self, group: WorkerGroup) -> Work[Any] | None:
         """The first work that one of the group's duties finds."""
@@ -169,11 +166,11 @@ class Driver:
     def step_to_generate(self) -> GlobalStep | None:
         """The step whose next micro-batch may start: the current one, or the next as far as its stale share allows."""
         limit = self.schedule.max_in_flight or len(self.groups)
-        step = next((step for step in self.steps.values() if step.pending), None)
-        if step is None or self.flight.count("generate", "assist") >= limit:
-            return None
-        allowed = self.staleness.allows(step.pending[0], self.version, step.num_stale, step.num_samples)
-        return step if allowed else None
+        for step in self.steps.values():
+            if step.pending:
+                allowed = self.staleness.allows(step.pending[0], self.version, step.num_stale, step.num_samples)
+                return step if allowed and self.flight.count("generate", "assist") < limit else None
+        return None
 
     def assisting(self, trainer: WorkerGroup) -> Work[Rollout] | None:
         """TAG in a bubble: nothing may be trained, and no score is about to change that (rule R3)."""
@@ -203,12 +200,12 @@ class Driver:
 
     def scoring(self, group: WorkerGroup) -> Work[Scores] | None:
         """The oldest rollout of SQ, the current step's first. Scoring goes before generation (section 3.3)."""
-        step = next((step for step in self.steps.values() if step.unscored), None)
-        if step is None:
-            return None
-        rollout = step.unscored.popleft()
-        do, then = partial(self.score, group, rollout), partial(self.scored, step, rollout)
-        return Work("score", group, step.index, rollout.microbatch.index, rollout.version, do, then)
+        for step in self.steps.values():
+            if step.unscored:
+                rollout = step.unscored.popleft()
+                do, then = partial(self.score, group, rollout), partial(self.scored, step, rollout)
+                return Work("score", group, step.index, rollout.microbatch.index, rollout.version, do, then)
+        return None
 
     async def score(self, group: WorkerGroup, rollout: Rollout) -> Scores:
         """Single rewards of all rows. What failed is asked for again, `schedule.retries` times (rule R17)."""
@@ -250,7 +247,7 @@ class Driver:
     # Update: UQ to gradients ----------------------------------------------------------------------------------------
 
     def updating(self, trainer: WorkerGroup) -> Work[tuple[Stats, ...]] | None:
-        """Lines 18-20: the smallest index that is ready; only pipelined mode begins before all of it are scored."""
+        """Lines 18-20: the smallest index that is ready; only pipelined mode begins before all are scored."""
         step = self.current
         if step is None or not step.ready or (self.schedule.mode != "pipelined" and not step.all_scored):
             return None
@@ -259,27 +256,21 @@ class Driver:
             return None
         scored, last = step.ready.pop(index), step.num_trained + 1 == len(step.microbatches)
         do = partial(trainer.call, "accumulate", scored, self.config.trainer.tsp, step.denominator, last)
-        return Work(
-            "update", trainer, step.index, index, scored.rollout.version, do, partial(self.updated, step, scored)
-        )
+        then = partial(self.updated, step, scored)
+        return Work("update", trainer, step.index, index, scored.rollout.version, do, then)
 
     def updated(self, step: GlobalStep, scored: ScoredRollout, parts: tuple[Stats, ...]) -> None:
-        """Lines 24-26."""
+        """Lines 24-26. A log-prob gap is noted once a step, or raises DivergedError if set to stop (rule R10)."""
         step.num_trained += 1
         step.stats[scored.rollout.microbatch.index] = stats = merge_stats(*parts)
         for shard in scored.rollout.shards:
             self.drop(shard.trajectory)
-        self.check_log_probs(step, stats)
-
-    def check_log_probs(self, step: GlobalStep, stats: Stats) -> None:
-        """Complain once a step, or stop as set. Raises DivergedError."""
         complaint = log_prob_complaint(step.index, stats, self.config.trainer.log_prob_gap)
-        if complaint is None or step.gap_noted:
-            return
-        if self.config.trainer.on_log_prob_gap == "stop":
+        if complaint and self.config.trainer.on_log_prob_gap == "stop":
             raise DivergedError(complaint)
-        step.gap_noted = True
-        self.note(complaint)
+        if complaint and not step.gap_noted:
+            step.gap_noted = True
+            self.note(complaint)
 
     # Sync: gradients to weights, weights to generators ---------------------------------------------------------------
 
@@ -316,9 +307,8 @@ class Driver:
         """A resumed run's weights must reach the generators before its first step."""
         if self.published or None not in self.holds.values():
             return None
-        return Work(
-            "sync", trainer, self.version, NO_INDEX, self.version, partial(self.publish, self.version), self.offer
-        )
+        do = partial(self.publish, self.version)
+        return Work("sync", trainer, self.version, NO_INDEX, self.version, do, self.offer)
 
     def offer(self, published: Published) -> None:
         self.published.append(published)
@@ -365,12 +355,10 @@ class Driver:
         self.observer.on_step(step_row(facts))
         self.num_bad_steps = 0 if report.finite else self.num_bad_steps + 1
         if self.num_bad_steps:
-            self.note(f"step {step.index}: the gradient is not finite (norm {report.grad_norm}); nothing was applied")
-        if self.num_bad_steps >= self.config.trainer.max_bad_steps:
-            raise DivergedError(
-                f"the gradient was not finite in {self.num_bad_steps} steps in a row, "
-                f"trainer.max_bad_steps={self.config.trainer.max_bad_steps}; last: step {step.index}"
-            )
+            sentence = f"step {step.index}: the gradient is not finite, {self.num_bad_steps} steps in a row now"
+            if self.num_bad_steps >= self.config.trainer.max_bad_steps:
+                raise DivergedError(f"{sentence}; trainer.max_bad_steps={self.config.trainer.max_bad_steps}")
+            self.note(f"{sentence}; nothing was applied")
 
     @property
     def unsaved(self) -> bool:

@@ -20,12 +20,15 @@ from digen.types import SpanKind, Version
 
 T = TypeVar("T")
 
+NO_INDEX = -1
+"""`index` of work that is about no micro-batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work(Generic[T]):
     """One piece of work on one group: `do` runs in a task of its own, `then` settles its value in the driver's loop.
 
-    `index` is the micro-batch's, or -1 for work on no micro-batch; `version` is that of the weights it is about.
+    `index` is the micro-batch's, or NO_INDEX; `version` is that of the weights it is about.
     """
 
     kind: SpanKind

@@ -39,9 +39,9 @@ from digen.types import (
 
 T = TypeVar("T")
 Seconds = float | Callable[..., float]
-"""What a call takes: always the same, or a function of its arguments. Groups that draw should each draw for themselves:
-
-which of two calls of one instant begins first is the event loop's choice."""
+"""What a call takes: always the same, or a function of the call's arguments. Groups that draw at random must each have
+a source of their own: which of two calls of one instant begins first is the event loop's choice.
+"""
 
 LEARNING_RATE = 0.1
 

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from anyio.lowlevel import checkpoint
 
 from digen.errors import ConfigError, DivergedError, RewardError, SyncError, WorkerDied, WorkerError
 from digen.inflight import InFlight, Work
@@ -403,6 +404,17 @@ def test_a_reward_that_fails_once_is_asked_for_again_and_nothing_is_dropped() ->
     assert len(case.seen.notes) == 1
 
 
+def test_what_was_scored_well_is_kept_when_another_attempt_fails_elsewhere() -> None:
+    attempts = Counter[int]()
+
+    def moving(prompt: Prompt, sample: int, value: float) -> float:
+        attempts[sample] += 1
+        return math.nan if attempts[sample] == 1 + sample else value  # sample 0 fails first, sample 1 the second time
+
+    case = Case(b=1, generator={"reward": moving}, retries=1)
+    assert case.seen.rows[0]["groups_dropped"] == 0
+
+
 def test_a_reward_that_keeps_failing_stops_the_run_if_set_naming_prompt_and_reward() -> None:
     with pytest.raises(RewardError, match=r"reward 'value' failed for sample 0 of prompt 0 .*scoring\.on_failure=stop"):
         Case(generator={"reward": lambda *_: math.nan}, sections={"scoring": {"on_failure": "stop"}})
@@ -541,9 +553,11 @@ def test_memory_stays_flat_over_5000_steps() -> None:
 # Work in flight
 
 
-def work(group: SimulatedGroup, seconds: float, error: Exception | None = None) -> Work[float]:
+def work(group: SimulatedGroup, seconds: float, error: Exception | None = None, *, turns: int = 0) -> Work[float]:
     async def do() -> float:
         await anyio.sleep(seconds)
+        for _ in range(turns):
+            await checkpoint()
         if error:
             raise error
         return seconds
@@ -555,11 +569,12 @@ def test_what_ends_at_one_instant_is_read_back_together_in_the_order_of_its_star
     async def main() -> list[list[str]]:
         groups = [SimulatedGroup(name) for name in ("c", "a", "b")]
         async with InFlight() as flight:
-            for group, seconds in zip(groups, (1.0, 2.0, 1.0), strict=True):
-                flight.start(work(group, seconds))
+            for group, seconds, turns in zip(groups, (1.0, 2.0, 1.0), (1, 0, 0), strict=True):
+                flight.start(work(group, seconds, turns=turns))
             return [[done.work.group.name for done in await flight.finished()] for _ in range(2)]
 
-    assert virtual_run(main) == [["c", "b"], ["a"]]
+    for _ in range(10):  # the event loop shuffles
+        assert virtual_run(main) == [["c", "b"], ["a"]]
 
 
 def test_an_error_of_work_cancels_the_rest_and_keeps_its_cause() -> None:

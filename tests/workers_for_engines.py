@@ -91,6 +91,13 @@ class Worker:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(others_wait_s)
 
+    def die_slowly(self):
+        """Rank 1 dies; rank 0 sees it first, and complains."""
+        if self.context.rank == 0:
+            raise ConnectionError("rank 1 does not answer")
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def child(self):
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
 

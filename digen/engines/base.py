@@ -63,6 +63,7 @@ class WorkerSpec:
     threads: int | None = None
     """CPU threads of each rank (torch, OpenMP, onnxruntime); None: cores / ranks on this host."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables; they win over the engine's own. A ConfigError where the engine cannot set them."""
     log_dir: Path | None = None
     """Where `<group>-<rank>.log` is written (stdout, stderr and warnings of the worker); None: not redirected."""
 
@@ -79,7 +80,8 @@ class WorkerGroup(Protocol):
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run `method` on every rank at once; the ranks' values in rank order.
 
-        Raises WorkerError (an exception in the worker; the first rank that failed) or WorkerDied.
+        A second call waits for the first. Raises WorkerError (an exception in the worker; the first rank that failed),
+        after which the group goes on, unless a rank still waits for the one that failed; or WorkerDied: it is lost.
         """
         ...
 

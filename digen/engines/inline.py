@@ -67,7 +67,6 @@ class InlineWorker:
         self._target, self._payload, self._threads = spec.target, spec.payload, here.threads
         self._worker: Any = None
         self._closed = False
-        self._lock = anyio.Lock()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._serve, name=f"digen-{spec.name}", daemon=True)
         self._thread.start()
@@ -78,8 +77,7 @@ class InlineWorker:
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run `method`; a second call waits for the first. Raises WorkerError."""
-        async with self._lock:
-            return (await self._run(method, lambda: getattr(self._worker, method)(*args, **kwargs)),)
+        return (await self._run(method, lambda: getattr(self._worker, method)(*args, **kwargs)),)
 
     async def end(self) -> None:
         """End the thread, after the call that may be under way."""
