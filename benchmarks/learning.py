@@ -3,7 +3,7 @@
     python benchmarks/learning.py                        # all runs, about twenty minutes on two cores
     python benchmarks/learning.py --check                # one run, compared with the ranges in docs/learning.json
 
-A range is what the runs of the last full benchmark spanned, widened by half of its width (at least by the margin below).
+A range is what the runs of the last full benchmark spanned, widened by half of its width (at least by a margin).
 """
 
 from __future__ import annotations

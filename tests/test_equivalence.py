@@ -1,4 +1,4 @@
-"""The schedule, the engine, the number of workers and the trainer change when and where work is done, never what is learned.
+"""Schedule, engine, number of workers and trainer change when and where work is done, never what is learned.
 
 Three global steps of the bundled model, in every way in which digen can run them, against the naive run in one process.
 Plain SGD: an optimizer that divides by its own noise (Adam) would turn rounding into whole steps.

@@ -25,7 +25,7 @@ def test_another_process_draws_the_same_bits() -> None:
 
 def test_every_part_of_the_identity_changes_the_noise() -> None:
     base = (5, 2, 7, 3, 1)
-    changed = [base[:i] + (base[i] + 1,) + base[i + 1 :] for i in range(5)]
+    changed = [(*base[:i], base[i] + 1, *base[i + 1 :]) for i in range(5)]
     seeds = {seed_of(*identity) for identity in [base, *changed]}
     assert len(seeds) == 6
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -143,3 +143,18 @@ def test_the_clean_prediction_is_decoded_where_the_recipe_says_so(
         generator = make_worker(DiffusersGenerator, config)
         media[decode] = generator.sampler.rollout(make_microbatch(config, prompts=1), range(4))[1]
     assert not torch.equal(media["sample"], media["clean"])  # the last step of Dance-SDE adds noise
+
+
+def test_black_white_and_grey_latents_arrive_as_0_255_and_128(
+    make_config: Any, make_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards get uint8 RGB: the decoder's range of -1 to 1 is mapped once, here."""
+    generator = make_worker(DiffusersGenerator, make_config())
+    vae = generator.model.pipeline.vae
+    for value, expected in ((-1.0, 0), (1.0, 255), (0.0, 128), (3.0, 255)):
+        constant = torch.full((2, 3, 1, 32, 32), value)
+        monkeypatch.setattr(vae, "decode", lambda *_, constant=constant, **__: (constant,))
+        media = generator.model.decode(torch.zeros(2, *generator.model.latent_shape))
+        assert media.shape == (2, 32, 32, 3)
+        assert media.dtype == torch.uint8
+        assert torch.equal(media, torch.full_like(media, expected))

@@ -1,4 +1,4 @@
-"""The trainer's numbers on the real bundled model: ratio, stacking, guidance, KL, what changes weights and what does not."""
+"""The trainer's numbers on the real bundled model: ratio, stacking, guidance, KL, and what changes weights."""
 
 from dataclasses import replace
 from typing import Any
