@@ -1,4 +1,4 @@
-"""Does it learn? Trains the bundled model with several seeds, evaluates each, and writes the table and curves of docs/learning.md.
+"""Does it learn? Trains the bundled model with several seeds, evaluates each, writes table and curves for the docs.
 
     python benchmarks/learning.py                        # all runs, about twenty minutes on two cores
     python benchmarks/learning.py --check                # one run, compared with the ranges in docs/learning.json

@@ -247,8 +247,33 @@ def impossible(config: RunConfig[Any]) -> list[str]:
         wrong.append(
             f"schedule.staleness={config.schedule.staleness} needs schedule.mode=pipelined, got {config.schedule.mode}"
         )
+    if config.schedule.mode == "colocated" and config.schedule.tag != "none":
+        wrong.append(
+            f"schedule.tag={config.schedule.tag} needs generators to assist, schedule.mode=colocated has none; use none"
+        )
+    if config.schedule.staleness > 0 and getattr(config.algorithm, "old_log_prob", "") == "replay":
+        wrong.append(
+            f"schedule.staleness={config.schedule.staleness} needs algorithm.old_log_prob=rollout, got replay: "
+            "the trainer no longer has the weights that made a stale sample"
+        )
     if config.trainer.backend == "local" and config.trainer.ranks > 1:
         wrong.append(f"trainer.backend=local has one rank, got trainer.ranks={config.trainer.ranks}; use fsdp")
     if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
         wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
     return wrong
+
+
+NOISE_FLOOR = 1e-4
+"""Log-probs of one sample from two bfloat16 forwards differ by about this much."""
+
+
+def doubts(config: RunConfig[Any]) -> list[str]:
+    """What can be had but is rarely wanted, as sentences for a person to read when the run starts."""
+    found = []
+    clip = getattr(config.algorithm.loss, "clip", None)
+    if config.trainer.dtype == "bfloat16" and clip is not None and clip < NOISE_FLOOR:
+        found.append(
+            f"algorithm.loss.clip={clip:g} is below the noise of bfloat16 log-probs (about {NOISE_FLOOR:g}): samples are "
+            "clipped at random; widen it, use float32, or set algorithm.old_log_prob=replay"
+        )
+    return found

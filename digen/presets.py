@@ -140,7 +140,7 @@ def derived(config: RunConfig[Any]) -> dict[str, int]:
     trained = algorithm.steps.num_trained(config.sampling.num_steps)
     samples, kept = per_step * algorithm.samples_per_prompt, per_step * algorithm.kept_per_prompt()
     guided = 2 if config.sampling.guidance > 1 else 1
-    passes = 1 + algorithm.loss.needs_reference + (algorithm.old_log_prob == "replay")
+    passes = 1 + algorithm.loss.needs_reference
     steps_per_epoch = prompts // per_step
     limits = [config.steps, config.epochs and config.epochs * steps_per_epoch]
     return {
@@ -266,6 +266,11 @@ def _misfits(config: RunConfig[Any]) -> Iterator[tuple[Keys, str]]:
     if per_microbatch > per_step:
         path = ("schedule", "prompts_per_microbatch")
         yield path, f"{schema.dotted(path)}: got {per_microbatch}; allowed: 1 to data.prompts_per_step={per_step}"
+    least = min(per_microbatch / per_step, 1.0)
+    if 0 < config.schedule.staleness < least:
+        path = ("schedule", "staleness")
+        got = config.schedule.staleness
+        yield path, f"{schema.dotted(path)}: got {got}, less than one micro-batch; allowed: 0, or {least:.3g} to 1"
 
 
 def _check_batch(config: RunConfig[Any]) -> None:

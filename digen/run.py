@@ -16,7 +16,7 @@ import anyio
 from rich.console import Console
 
 from digen import plugins
-from digen.config import GroupConfig, RunConfig
+from digen.config import GroupConfig, RunConfig, doubts
 from digen.data.prompts import load_prompts
 from digen.data.sampler import StepPrompts
 from digen.driver import Driver
@@ -68,6 +68,8 @@ def run(config: RunConfig[Any], *, console: Console) -> RunSummary:
     write_atomic(folder.config, dump(config))
     info = RunInfo(config.algorithm.name, config.model.name, config.seed, folder.path, num_steps)
     observer = open_observer(info, folder, console, tensorboard=config.observe.tensorboard)
+    for doubt in doubts(config):
+        observer.on_note(doubt)
     try:
         anyio.run(partial(_run, config, prompts, num_steps, folder, observer))
     finally:

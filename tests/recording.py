@@ -1,4 +1,4 @@
-"""Trainers and a reward for whole runs under test: what was trained on, with which gradient, goes into the run folder."""
+"""Trainers and a reward for whole runs under test: the run folder gets what was trained on, with which gradient."""
 
 import hashlib
 from collections.abc import Sequence

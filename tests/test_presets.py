@@ -384,7 +384,7 @@ def test_the_counts_of_the_preset_follow_from_its_numbers() -> None:
         (["sampling.guidance=4"], "rollout_forwards_per_step", 2 * 960),
         (["sampling.guidance=4"], "update_forwards_per_step", 2 * 288),
         (["algorithm.loss.kl=0.1"], "update_forwards_per_step", 2 * 288),
-        (["algorithm.old_log_prob=replay"], "update_forwards_per_step", 2 * 288),
+        (["algorithm.old_log_prob=replay"], "update_forwards_per_step", 288),
         (["algorithm.best_of_n={best: 1, worst: 1}"], "trained_samples_per_step", 24),
         (["steps=null", "epochs=1", "data.prompts_per_step=3", "data.prompts={seven}"], "steps", 2),
         (["steps=3", "epochs=2", "data.prompts_per_step=3", "data.prompts={seven}"], "steps", 3),

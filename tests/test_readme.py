@@ -1,0 +1,83 @@
+"""The README and the docs are true: their commands run as written, their options exist, their links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MADE_ELSEWHERE = {"make demo", "make test", "make check", "make test-slow"}
+"""Run by the continuous integration itself, or they would start this test again."""
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and line not in MADE_ELSEWHERE]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as after `make demo`, but for a run of two steps."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    shell("digen run flowgrpo --run-dir runs/demo --steps 2 data.prompts_per_step=2", folder)
+    return folder
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    short = {"DIGEN_STEPS": "1", "DIGEN_DATA__PROMPTS_PER_STEP": "2"} if command.startswith("digen run") else {}
+    environ = {**os.environ, "PATH": path, **({} if "--steps" in command else short)}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted({c for page in PAGES for c in commands(page) if c.startswith("digen")}))
+def test_a_command_of_the_documentation_runs_as_written(command: str, place: Path) -> None:
+    assert shell(command, place).stdout.strip()
+
+
+def test_every_command_of_the_documentation_is_one_that_the_tests_run() -> None:
+    others = {c for page in PAGES for c in commands(page) if not c.startswith("digen")}
+    assert others <= {"pip install 'digen[ocr]'", 'pip install "digen[ocr]"', "tensorboard --logdir runs"}
+
+
+def test_every_option_named_in_the_documentation_exists() -> None:
+    helps = "".join(
+        subprocess.run(
+            [sys.executable, "-m", "digen", *words, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        for words in ([], ["run"], ["eval"], ["sample"], ["list"])
+    )
+    named = {
+        option
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if "digen" in line or line.startswith("|")
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)
+    }
+    assert named - {"--logdir", "--check", "--folder", "--strict", "--quick"} <= set(
+        re.findall(r"--[a-z][a-z-]+", helps)
+    )
+
+
+def test_every_relative_link_leads_to_a_file() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_path_and_name_in_the_paper_map_exists() -> None:
+    table = (ROOT / "docs" / "concepts.md").read_text().split("## From the paper")[1].split("## ")[0]
+    for path, names in re.findall(r"`(digen/[\w/.]+)`(?:: ((?:`[\w.]+`(?:, )?)+))?", table):
+        source = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+        assert source or (ROOT / path).is_dir(), path
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert all(re.search(rf"(?:def|class) {part}\b", source) for part in name.split(".")), f"{path}: {name}"
