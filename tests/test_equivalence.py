@@ -16,33 +16,34 @@ from digen.presets import resolve
 from digen.run import run
 
 HERE = Path(__file__).parent
-SAME_BATCHES = 1e-7
-"""Relative difference of gradients when every forward pass has the same rows: only the order of sums differs."""
-OTHER_BATCHES = 1e-6
-"""When rows are batched in another way: matrix products round differently too."""
+TOLERANCE = 1e-6
+"""Relative difference of gradients, by norm: what is left is the rounding of sums that are taken in another order."""
 
 QUICK = {
-    "gap": (["schedule.mode=pipelined"], SAME_BATCHES),
-    "gap, tsp": (["schedule.mode=pipelined", "trainer.tsp=0"], OTHER_BATCHES),
-    "gap, tsp, tag": (["schedule.mode=pipelined", "trainer.tsp=0", "schedule.tag=static(2)"], OTHER_BATCHES),
-    "tcss without staleness": (["schedule.mode=pipelined", "schedule.window=2", "schedule.staleness=0"], SAME_BATCHES),
-    "colocated": (["schedule.mode=colocated"], SAME_BATCHES),
-    "two replicas": (["schedule.mode=pipelined", "generator.replicas=2"], SAME_BATCHES),
-    "micro-batches of 2": (["schedule.mode=pipelined", "schedule.prompts_per_microbatch=2"], SAME_BATCHES),
-    "micro-batches of 4": (["schedule.prompts_per_microbatch=4"], SAME_BATCHES),
+    "gap": ["schedule.mode=pipelined"],
+    "gap, tsp": ["schedule.mode=pipelined", "trainer.tsp=0"],
+    "gap, tsp, tag": ["schedule.mode=pipelined", "trainer.tsp=0", "schedule.tag=static(2)"],
+    "tcss without staleness": ["schedule.mode=pipelined", "schedule.window=2", "schedule.staleness=0"],
+    "colocated": ["schedule.mode=colocated"],
+    "two replicas": ["schedule.mode=pipelined", "generator.replicas=2"],
+    "micro-batches of 2": ["schedule.mode=pipelined", "schedule.prompts_per_microbatch=2"],
+    "micro-batches of 4": ["schedule.prompts_per_microbatch=4"],
 }
 PROCESSES = {
-    "processes": (["engine.name=process", "schedule.mode=pipelined"], SAME_BATCHES),
-    "two replicas and an assisting trainer": (
-        ["engine.name=process", "schedule.mode=pipelined", "generator.replicas=2", "schedule.tag=static(1)"],
-        SAME_BATCHES,
-    ),
-    "fsdp on one rank": (["engine.name=process", f"trainer.backend={HERE}/recording.py:RecordedFsdp"], SAME_BATCHES),
-    "fsdp on two ranks": (
-        ["engine.name=process", f"trainer.backend={HERE}/recording.py:RecordedFsdp", "trainer.ranks=2"],
-        OTHER_BATCHES,
-    ),
-    "a generator of two ranks": (["engine.name=process", "generator.ranks=2", "generator.batch_size=1"], OTHER_BATCHES),
+    "processes": ["engine.name=process", "schedule.mode=pipelined"],
+    "two replicas and an assisting trainer": [
+        "engine.name=process",
+        "schedule.mode=pipelined",
+        "generator.replicas=2",
+        "schedule.tag=static(1)",
+    ],
+    "fsdp on one rank": ["engine.name=process", f"trainer.backend={HERE}/recording.py:RecordedFsdp"],
+    "fsdp on two ranks": [
+        "engine.name=process",
+        f"trainer.backend={HERE}/recording.py:RecordedFsdp",
+        "trainer.ranks=2",
+    ],
+    "a generator of two ranks": ["engine.name=process", "generator.ranks=2", "generator.batch_size=1"],
 }
 
 
@@ -57,7 +58,7 @@ def train(folder: Path, *overrides: str) -> Path:
         "trainer.tsp=1",
         f"trainer.backend={HERE}/recording.py:RecordedLocal",
         "trainer.optimizer=sgd",
-        "trainer.learning_rate=3e-2",
+        "trainer.learning_rate=0.3",
         "trainer.weight_decay=0",
         f'reward={{"{HERE}/recording.py:brightness": {{}}}}',
         "observe.tensorboard=false",
@@ -89,11 +90,11 @@ def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return (difference / sum(float(b[n].double().square().sum()) for n in b)) ** 0.5
 
 
-def assert_same(folder: Path, reference: Path, tolerance: float) -> None:
+def assert_same(folder: Path, reference: Path) -> None:
     assert samples(folder) == samples(reference)
     for step in range(3):
         name = f"recorded/gradient-{step}.safetensors"
-        assert relative(load_file(folder / name), load_file(reference / name)) <= tolerance, f"step {step}"
+        assert relative(load_file(folder / name), load_file(reference / name)) <= TOLERANCE, f"step {step}"
     weights = [load_file(next(f.glob("checkpoints/*/weights.safetensors"))) for f in (folder, reference)]
     assert max(float((weights[0][n] - weights[1][n]).abs().max()) for n in weights[0]) <= 1e-5
     rows = [read_rows(f / "metrics.jsonl") for f in (folder, reference)]
@@ -111,8 +112,7 @@ def test_the_reference_really_learns_something(reference: Path) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_in_one_process_every_schedule_learns_the_same(name: str, reference: Path, tmp_path: Path) -> None:
-    overrides, tolerance = QUICK[name]
-    assert_same(train(tmp_path / "run", *overrides), reference, tolerance)
+    assert_same(train(tmp_path / "run", *QUICK[name]), reference)
 
 
 @pytest.mark.slow
@@ -120,11 +120,11 @@ def test_in_one_process_every_schedule_learns_the_same(name: str, reference: Pat
 def test_across_processes_every_placement_learns_the_same(
     name: str, reference: Path, reference_of_single_rows: Path, tmp_path: Path
 ) -> None:
-    overrides, tolerance = PROCESSES[name]
+    overrides = PROCESSES[name]
     two_ranks = any("ranks=2" in text for text in overrides)
     rows = ["trainer.batch_size=1", "generator.batch_size=1"] if two_ranks else []
     folder = train(tmp_path / "run", *overrides, *rows)
-    assert_same(folder, reference_of_single_rows if two_ranks else reference, tolerance)
+    assert_same(folder, reference_of_single_rows if two_ranks else reference)
 
 
 def test_with_staleness_every_trajectory_has_one_version_at_most_one_behind_and_nothing_is_thrown_away(

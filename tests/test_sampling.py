@@ -139,7 +139,9 @@ def test_the_clean_prediction_is_decoded_where_the_recipe_says_so(
 ) -> None:
     media = {}
     for decode in ("sample", "clean"):
-        config = make_config(f"algorithm.decode={decode}", algorithm="dancegrpo")
+        config = make_config(
+            f"algorithm.decode={decode}", "algorithm.steps.type=random-fraction", algorithm="dancegrpo"
+        )
         generator = make_worker(DiffusersGenerator, config)
         media[decode] = generator.sampler.rollout(make_microbatch(config, prompts=1), range(4))[1]
     assert not torch.equal(media["sample"], media["clean"])  # the last step of Dance-SDE adds noise

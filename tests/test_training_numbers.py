@@ -180,7 +180,7 @@ def test_a_non_finite_gradient_is_never_applied(pair: Any, make_microbatch: Any,
     config, generator, trainer = pair()
     scored = make_scored(config, generator, make_microbatch(config))
     before = weights(trainer)
-    trainer.accumulate(replace(scored, advantages=(float("inf"),) * len(scored.advantages)), 0, 24.0, last=True)
+    trainer.accumulate(replace(scored, advantages=(float("nan"),) * len(scored.advantages)), 0, 24.0, last=True)
     report = trainer.optimizer_step(1.0)
     assert not report.finite
     assert not report.applied

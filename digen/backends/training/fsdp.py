@@ -32,6 +32,7 @@ class FsdpTrainer(TorchTrainer):
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
 
     def _join(self) -> None:
         """Join the process group of this worker group; a lone rank needs no rendezvous."""
