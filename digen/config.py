@@ -273,7 +273,7 @@ def doubts(config: RunConfig[Any]) -> list[str]:
     clip = getattr(config.algorithm.loss, "clip", None)
     if config.trainer.dtype == "bfloat16" and clip is not None and clip < NOISE_FLOOR:
         found.append(
-            f"algorithm.loss.clip={clip:g} is below the noise of bfloat16 log-probs (about {NOISE_FLOOR:g}): samples are "
+            f"algorithm.loss.clip={clip:g} is below the noise of bfloat16 log-probs ({NOISE_FLOOR:g}): samples are "
             "clipped at random; widen it, use float32, or set algorithm.old_log_prob=replay"
         )
     return found

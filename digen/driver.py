@@ -95,8 +95,6 @@ class Driver:
         if (mode == "colocated") != (num_generators == 0):
             allowed = "none with colocated, one or more with naive and pipelined"
             raise ConfigError(f"schedule.mode={mode}: got {num_generators} generators, allowed: {allowed}")
-        if mode == "colocated" and not isinstance(self.tag, tag.NoTag):
-            raise ConfigError(f"schedule.tag={self.schedule.tag}: schedule.mode=colocated has no generator to assist")
         rest: tuple[Duty, ...] = (self.scoring, self.generating) if mode == "colocated" else (self.assisting,)
         generator: tuple[Duty, ...] = (self.scoring, self.pulling, self.generating)
         trainer: tuple[Duty, ...] = (self.saving, self.publishing, self.updating, self.syncing, *rest)
@@ -370,7 +368,7 @@ class Driver:
     def saving(self, trainer: WorkerGroup) -> Work[object] | None:
         if self.folder is None or not self.unsaved:
             return None
-        do = partial(trainer.call, "save", self.folder.checkpoints / f"step-{self.version:06d}")
+        do = partial(trainer.call, "save", self.folder.checkpoint(self.version))
         return Work("save", trainer, self.version - 1, NO_INDEX, self.version, do, self.saved)
 
     def saved(self, _: object) -> None:

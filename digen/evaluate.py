@@ -25,7 +25,6 @@ from digen.config import RunConfig
 from digen.data.prompts import load_prompts
 from digen.engines.base import WorkerGroup
 from digen.engines.together import all_at_once
-from digen.errors import ConfigError
 from digen.observe.files import RunFolder, write_atomic
 from digen.observe.grid import side_by_side
 from digen.rewards.total import total
@@ -34,7 +33,7 @@ from digen.types import Prompt, Ref, Scores
 
 SEED = 0
 """Of the evaluation's initial noise: the same for every run, so that runs can be compared."""
-SHOWN = 16
+SHOWN = 12
 """Prompts in the picture."""
 
 
@@ -71,20 +70,12 @@ def evaluate(run_dir: Path, *, console: Console) -> EvalReport:
     """
     folder = RunFolder.open(run_dir)
     config = presets.load(folder.config)
-    checkpoint = newest_checkpoint(folder)
+    checkpoint = folder.newest_checkpoint()
     prompts = load_prompts(presets.prompt_file(config, "heldout"), config.data.column)
     report = anyio.run(partial(_evaluate, config, folder, checkpoint, prompts))
     write_atomic(folder.path / "eval.json", json.dumps(report.as_dict(), indent=2) + "\n")
     _print(report, console)
     return report
-
-
-def newest_checkpoint(folder: RunFolder) -> Path:
-    """The checkpoint of the latest step. Raises ConfigError when there is none."""
-    found = [path.parent for path in folder.checkpoints.glob("*/weights.safetensors")]
-    if not found:
-        raise ConfigError(f"{folder.path} has no checkpoint; a run writes one when it ends")
-    return max(found, key=lambda path: int(path.name.rsplit("_", 1)[-1]))
 
 
 async def _evaluate(
@@ -154,7 +145,7 @@ def sample(
     checkpoint = None
     if Path(run_or_model).is_dir():
         folder = RunFolder.open(Path(run_or_model))
-        config, checkpoint = presets.load(folder.config), newest_checkpoint(folder)
+        config, checkpoint = presets.load(folder.config), folder.newest_checkpoint()
     else:
         config = presets.for_model(run_or_model)
     if num_steps is not None:

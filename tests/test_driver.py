@@ -466,9 +466,8 @@ def test_a_mode_that_does_not_fit_the_groups_is_refused(mode: str, num: int) -> 
 
 
 def test_tag_without_a_generator_to_assist_is_refused() -> None:
-    config = simulated_config(schedule={"mode": "colocated", "tag": "static(1)"})
-    with pytest.raises(ConfigError, match="no generator to assist"):
-        simulated_driver(config, [], SimulatedGroup("trainer"), Recorder())
+    with pytest.raises(ValueError, match="needs generators to assist"):
+        simulated_config(schedule={"mode": "colocated", "tag": "static(1)"})
 
 
 # Files
@@ -477,7 +476,7 @@ def test_tag_without_a_generator_to_assist_is_refused() -> None:
 def test_checkpoints_are_saved_every_so_many_steps_and_always_at_the_end(tmp_path: Path) -> None:
     case = Case(steps=5, sections={"checkpoint": {"every": 2}}, options={"run_dir": tmp_path}, trainer={"save": 0.5})
     names = [call.args[0].relative_to(tmp_path).as_posix() for call in case.trainer.asked("save")]
-    assert names == ["checkpoints/step-000002", "checkpoints/step-000004", "checkpoints/step-000005"]
+    assert names == ["checkpoints/step_000002", "checkpoints/step_000004", "checkpoints/step_000005"]
     assert [s.version for s in case.spans("save")] == [2, 4, 5]
     only_last = Case(steps=2, options={"run_dir": tmp_path})
     assert [s.version for s in only_last.spans("save")] == [2]

@@ -226,3 +226,15 @@ def test_observing_imports_neither_torch_nor_tensorboard() -> None:
         """
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_newest_checkpoint_is_found_by_number_and_only_among_whole_ones(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "flowgrpo", "glyph")
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        folder.newest_checkpoint()
+    for name in ("step_000002", "step_000009", "step_000010", "step_1000000", "step_000011.tmp", "other"):
+        (folder.checkpoints / name).mkdir()
+        (folder.checkpoints / name / "weights.safetensors").touch()
+    (folder.checkpoints / "step_2000000").mkdir()  # killed before its weights were there
+    (folder.checkpoints / "notes.txt").touch()
+    assert folder.newest_checkpoint() == folder.checkpoint(1000000)

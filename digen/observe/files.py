@@ -171,6 +171,21 @@ class RunFolder:
         """Where the PNG with samples of a step goes; names sort in step order."""
         return self.samples / f"step_{step:06d}.png"
 
+    def checkpoint(self, version: int) -> Path:
+        """The folder of the weights of a version; names sort in step order."""
+        return self.checkpoints / f"step_{version:06d}"
+
+    def newest_checkpoint(self) -> Path:
+        """The folder of the latest version with weights. Raises ConfigError when there is none."""
+        found = {
+            int(match[1]): path.parent
+            for path in self.checkpoints.glob("*/weights.safetensors")
+            if (match := re.fullmatch(r"step_(\d+)", path.parent.name))
+        }
+        if not found:
+            raise ConfigError(f"{self.path} has no checkpoint; a run writes one when it ends")
+        return found[max(found)]
+
 
 def _unused(root: Path, name: str) -> Path:
     """Claim a folder under `root` by making it: two runs of the same second get two folders."""

@@ -63,7 +63,9 @@ def _weighted_bits(tensor: Tensor) -> int:
     )
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     # Odd weights: multiplication by an odd number loses no bit modulo 2^64.
-    weights = torch.arange(min(_SLICE, bits.numel()), dtype=torch.int64, device=bits.device).mul_(2654435761).bitwise_or_(1)
+    weights = (
+        torch.arange(min(_SLICE, bits.numel()), dtype=torch.int64, device=bits.device).mul_(2654435761).bitwise_or_(1)
+    )
     for start in range(0, bits.numel(), _SLICE):
         piece = bits[start : start + _SLICE].long()
         total = total * 1000003 + (piece * weights[: piece.numel()]).sum()
