@@ -9,6 +9,7 @@ export HF_HUB_OFFLINE = 1
 .PHONY: demo test test-slow check install clean
 
 demo: install  ## train the bundled model for about four minutes, then compare it with the base model
+	rm -rf runs/demo
 	$(BIN)/digen run flowgrpo --model glyph --run-dir runs/demo
 	$(BIN)/digen eval runs/demo
 

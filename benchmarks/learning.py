@@ -22,6 +22,7 @@ from digen.observe.files import read_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 RUNS = {"flowgrpo": (0, 1, 2), "dancegrpo": (0,)}
+START, END = "<!-- results of benchmarks/learning.py -->", "<!-- end of results -->"
 MARGINS = {"base_reward": 0.02, "gain": 0.1, "ratio/max_error": 1e-6, "clip_fraction/mean": 0.05, "grad_norm": 0.05}
 
 
@@ -108,6 +109,9 @@ def main() -> None:
     )
     document = {"results": results, "ranges": ranges(results)}
     (DOCS / "learning.json").write_text(json.dumps(document, indent=1) + "\n")
+    page = (DOCS / "learning.md").read_text()
+    before, after = page.split(START)[0], page.split(END)[1]
+    (DOCS / "learning.md").write_text(f"{before}{START}\n{table(results)}\n{END}{after}")
     print(table(results))
     print(f"mean gain of flowgrpo: {fmean(r['gain'] for r in results if r['algorithm'] == 'flowgrpo'):+.3f}")
 

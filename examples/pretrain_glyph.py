@@ -8,6 +8,9 @@ something to improve. This script makes every file of `digen/models/glyph` from 
     python examples/pretrain_glyph.py OUT_DIR             # the shipped model
     python examples/pretrain_glyph.py OUT_DIR --quick     # a few seconds; the images stay noise
 
+Measured on one thread of a shared 2-core machine: 10 minutes. Held-out OCR reward 0.03, 0.18 and 0.51 after 1250, 1500
+and 1750 flow steps (10 sampling steps, no guidance): it stops there, so that reinforcement learning has room.
+
 Order of work: tokenizer (BPE) -> VAE (autoencoding rendered images) -> transformer and text encoder (flow matching).
 Invariant: an image is a function of its prompt, and no text quoted in `prompts/heldout.txt` is ever trained on.
 
