@@ -150,7 +150,7 @@ class ScheduleConfig(Section):
     prompts_per_microbatch: Count = 1
     """Whole groups in the unit of the pipeline; the last one of a step may be smaller."""
     tag: str = "none"
-    """Trainer-assisted generation: `none`, `static(n)`."""
+    """Trainer-assisted generation: `none`, `static(n)`. Colocated, the trainer generates everything anyway."""
     staleness: Share = 0.0
     """Largest share of a step's micro-batches made under the previous version (TCSS); 0 is fully synchronous."""
     window: Annotated[int, Field(ge=1, le=2)] = 2
@@ -246,10 +246,6 @@ def impossible(config: RunConfig[Any]) -> list[str]:
     if config.schedule.staleness > 0 and config.schedule.mode != "pipelined":
         wrong.append(
             f"schedule.staleness={config.schedule.staleness} needs schedule.mode=pipelined, got {config.schedule.mode}"
-        )
-    if config.schedule.mode == "colocated" and config.schedule.tag != "none":
-        wrong.append(
-            f"schedule.tag={config.schedule.tag} needs generators to assist, schedule.mode=colocated has none; use none"
         )
     if config.schedule.staleness > 0 and getattr(config.algorithm, "old_log_prob", "") == "replay":
         wrong.append(

@@ -24,12 +24,14 @@ from importlib.metadata import (
 )
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import RLock
 from typing import Literal, NamedTuple, get_args
 
 from digen.errors import PluginError, one_of
 
 Kind = Literal["algorithms", "models", "generators", "trainers", "rewards", "engines"]
 """The part of an entry point group's name after `digen.`."""
+_IMPORTING = RLock()
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FILE_MODULE = "digen_file_"
 """Prefix of the module name that a plugin file gets; the rest is its stem and a checksum of its path."""
@@ -143,8 +145,11 @@ def _where(found: EntryPoint) -> str:
 
 def _load_file(path: Path) -> object:
     name = f"{FILE_MODULE}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
+    with _IMPORTING:  # two workers of one process may ask for the same file at once
+        return sys.modules[name] if name in sys.modules else _execute(name, path)
+
+
+def _execute(name: str, path: Path) -> object:
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise PluginError(f"plugin file {path} does not exist")

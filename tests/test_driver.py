@@ -465,11 +465,6 @@ def test_a_mode_that_does_not_fit_the_groups_is_refused(mode: str, num: int) -> 
         simulated_driver(simulated_config(schedule={"mode": mode}), generators, SimulatedGroup("trainer"), Recorder())
 
 
-def test_tag_without_a_generator_to_assist_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs generators to assist"):
-        simulated_config(schedule={"mode": "colocated", "tag": "static(1)"})
-
-
 # Files
 
 

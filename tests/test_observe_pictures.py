@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -157,3 +158,10 @@ def test_a_metric_that_a_run_lacks_is_refused_with_the_name_of_the_run(tmp_path:
         )
     with pytest.raises(ValueError, match="'x', of which no run has"):
         plot_curves({}, tmp_path / "x.png", key="x")
+
+
+def test_a_caption_of_a_hundred_thousand_characters_is_cut_in_no_time(tmp_path: Path) -> None:
+    for caption in ("word " * 20_000, "x" * 100_000, "\n".join(["long " * 10_000] * 2)):
+        start = time.process_time()
+        sample_grid(np.zeros((1, 32, 32, 3), np.uint8), [caption], tmp_path / "grid.png")
+        assert time.process_time() - start < 1

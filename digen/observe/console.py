@@ -85,6 +85,8 @@ class PlainView:
 
     def _print(self, line: str) -> None:
         """Past rich: no wrapping and no markup, and a reader that went away (`| head`) does not stop the run."""
+        if self._console.quiet:
+            return
         encoding = self._console.encoding
         with suppress(OSError):
             self._console.file.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")

@@ -154,7 +154,9 @@ def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, w
     """Lines that fit `width`. Each line of the caption gets up to three, the rest of it is cut."""
     lines: list[str] = []
     for part in caption.splitlines():
-        wrapped = _words(part, font, width)
+        wrapped = _words(
+            part[: PROMPT_LINES * width], font, width
+        )  # no more can fit: a letter is a pixel wide
         if len(wrapped) > PROMPT_LINES:
             wrapped = [*wrapped[: PROMPT_LINES - 1], _cut(" ".join(wrapped[PROMPT_LINES - 1 :]), font, width)]
         lines += wrapped
@@ -173,6 +175,7 @@ def _words(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width:
 
 
 def _cut(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    text = text[:width]
     while text and font.getlength(f"{text}...") > width:
         text = text[:-1]
     return f"{text}..."
