@@ -127,6 +127,20 @@ def test_across_processes_every_placement_learns_the_same(
     assert_same(folder, reference_of_single_rows if two_ranks else reference)
 
 
+@pytest.mark.slow
+def test_adapters_learn_the_same_on_two_sharded_ranks_and_see_the_same_kl(tmp_path: Path) -> None:
+    adapters = ["trainer.lora={rank: 4}", "trainer.batch_size=1"]
+    sharded = [*PROCESSES["fsdp on two ranks"], "schedule.mode=pipelined"]
+    assert_same(train(tmp_path / "sharded", *adapters, *sharded), train(tmp_path / "local", *adapters))
+    # A KL term compares two nearly equal means, which magnifies rounding: compared as a figure, not to the last digit.
+    kl = [
+        read_rows(train(tmp_path / name, *adapters, "algorithm.loss.kl=0.1", *more) / "metrics.jsonl")[-1]["kl/mean"]
+        for name, more in (("kl-sharded", sharded), ("kl-local", []))
+    ]
+    assert kl[0] == pytest.approx(kl[1], rel=1e-3)
+    assert kl[1] > 0
+
+
 def test_with_staleness_every_trajectory_has_one_version_at_most_one_behind_and_nothing_is_thrown_away(
     tmp_path: Path,
 ) -> None:

@@ -184,3 +184,18 @@ def test_a_folder_that_is_no_run_and_a_run_without_weights_are_refused(tmp_path:
         evaluate(tmp_path / "run", console=Console(quiet=True))
     with pytest.raises(ConfigError, match="already holds a run"):
         start(tmp_path / "run")
+
+
+def test_the_metrics_tell_an_on_policy_run_whose_ratio_is_one_from_one_with_stale_samples(tmp_path: Path) -> None:
+    more = ["steps=4", "data.prompts_per_step=4", "trainer.learning_rate=1e-3", "algorithm.loss.clip=1e-4"]
+    start(tmp_path / "fresh", *more)
+    start(tmp_path / "stale", *more, "schedule.staleness=0.5", "generator.replicas=2")
+    fresh, stale = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("fresh", "stale"))
+    assert all(row["weight_delta"] > 0 for row in [*fresh, *stale])
+    assert all(max(row["ratio/max_error"], row["ratio/high"] - 1, 1 - row["ratio/low"]) <= 1e-6 for row in fresh)
+    assert all(row["clip_fraction/mean"] == 0 for row in fresh)
+    behind = [row for row in stale if row["stale_share"] > 0]
+    assert behind
+    assert all(row["ratio/max_error"] <= 1e-6 for row in stale)  # of the samples that are on-policy
+    assert all(row["ratio/high"] - row["ratio/low"] > 1e-5 for row in behind)
+    assert max(row["clip_fraction/mean"] for row in behind) > 0
