@@ -150,7 +150,7 @@ class ScheduleConfig(Section):
     prompts_per_microbatch: Count = 1
     """Whole groups in the unit of the pipeline; the last one of a step may be smaller."""
     tag: str = "none"
-    """Trainer-assisted generation: `none`, `static(n)`. Colocated, the trainer generates everything anyway."""
+    """Trainer-assisted generation: `none`, `static(n)`, `bts`. Colocated, the trainer generates everything anyway."""
     staleness: Share = 0.0
     """Largest share of a step's micro-batches made under the previous version (TCSS); 0 is fully synchronous."""
     window: Annotated[int, Field(ge=1, le=2)] = 2

@@ -77,6 +77,7 @@ class Driver:
         self.prompts, self.num_steps, self.total, self.drop = prompts, num_steps, total, drop
         self.observer, self.note, self.folder = observer, observer.on_note, RunFolder(run_dir) if run_dir else None
         self.tag = tag.parse(self.schedule.tag)
+        self.max_in_flight = self.schedule.max_in_flight or len(self.groups)
         self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window)
         self.duties = self.assign_duties()
 
@@ -163,11 +164,10 @@ class Driver:
 
     def step_to_generate(self) -> GlobalStep | None:
         """The step whose next micro-batch may start: the current one, or the next as far as its stale share allows."""
-        limit = self.schedule.max_in_flight or len(self.groups)
         for step in self.steps.values():
             if step.pending:
                 allowed = self.staleness.allows(step.pending[0], self.version, step.num_stale, step.num_samples)
-                return step if allowed and self.flight.count("generate", "assist") < limit else None
+                return step if allowed and self.flight.count("generate", "assist") < self.max_in_flight else None
         return None
 
     def assisting(self, trainer: WorkerGroup) -> Work[Rollout] | None:
@@ -177,7 +177,10 @@ class Driver:
             return None
         if self.flight.count("score", step=step.index):
             return None
-        bubble = step.bubble(self.trainer.name, tuple(self.flight.activity(group) for group in self.generators))
+        doing = tuple(self.flight.activity(g, old=self.holds[g.name] != self.version) for g in self.generators)
+        ahead = sum(s.num_allowed(self.staleness, self.version) for s in self.steps.values() if s is not step)
+        naive, limit = self.schedule.mode == "naive", self.max_in_flight
+        bubble = step.bubble(self.trainer.name, doing, max_in_flight=limit, ahead=ahead, naive=naive)
         self.bubble_skipped = not self.tag.assists(bubble, self.costs)
         if self.bubble_skipped:
             return None

@@ -123,7 +123,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _print(report: EvalReport, console: Console) -> None:
-    table = Table(title=f"{report.num_prompts} held-out prompts, one sample each, no step noise", title_justify="left")
+    console.print(f"{report.num_prompts} held-out prompts, one sample each, no step noise")
+    table = Table()
     for title in ("reward", "base", "trained", "gain"):
         table.add_column(title, justify="left" if title == "reward" else "right")
     for name, (base, trained) in report.rewards.items():

@@ -86,12 +86,12 @@ class InFlight:
         """How much work of these kinds is in flight, of one global step or of all."""
         return sum(w.kind in kinds and step in (None, w.step) for w, _ in self._running.values())
 
-    def activity(self, group: WorkerGroup) -> Activity:
-        """What the group is doing now, and for how long it has been."""
+    def activity(self, group: WorkerGroup, *, old: bool = False) -> Activity:
+        """What the group is doing now, and for how long it has been; `old`: it does not hold the newest weights."""
         if self.idle(group):
-            return Activity(group.name)
+            return Activity(group.name, pulls=old)
         work, start = self._running[group.name]
-        return Activity(group.name, work.kind, work.step, anyio.current_time() - start)
+        return Activity(group.name, work.kind, work.step, anyio.current_time() - start, old and work.kind != "pull")
 
     def take_busy_s(self, group: WorkerGroup) -> float:
         """Seconds for which the group has had work since this was last asked."""

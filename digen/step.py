@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from digen.schedule.staleness import StalenessPolicy
 from digen.schedule.tag import Activity, Bubble
-from digen.types import MicroBatch, Rollout, ScoredRollout, Scores, Stats
+from digen.types import MicroBatch, Rollout, ScoredRollout, Scores, Stats, Version
 
 
 @dataclass(slots=True)
@@ -53,7 +54,18 @@ class GlobalStep:
         """What was scored so far, by index of micro-batch and not by time."""
         return [self.results[index] for index in sorted(self.results)]
 
-    def bubble(self, trainer: str, generators: tuple[Activity, ...]) -> Bubble:
+    def num_allowed(self, staleness: StalenessPolicy, version: Version) -> int:
+        """How many more of the pending micro-batches may be generated under `version`."""
+        stale, count = self.num_stale, 0
+        for microbatch in self.pending:
+            if not staleness.allows(microbatch, version, stale, self.num_samples):
+                break
+            stale, count = stale + microbatch.num_samples, count + 1
+        return count
+
+    def bubble(
+        self, trainer: str, generators: tuple[Activity, ...], *, max_in_flight: int, ahead: int = 0, naive: bool = False
+    ) -> Bubble:
         """The facts of a bubble of this step."""
         return Bubble(
             step=self.index,
@@ -65,4 +77,7 @@ class GlobalStep:
             assisted=self.num_assisted,
             trainer=trainer,
             generators=generators,
+            max_in_flight=max_in_flight,
+            ahead=ahead,
+            naive=naive,
         )

@@ -91,7 +91,7 @@ plans = st.builds(
     per_microbatch=st.integers(1, 3),
     replicas=st.integers(1, 4),
     staleness=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-    tag=st.sampled_from(["none", "static(1)", "static(3)"]),
+    tag=st.sampled_from(["none", "static(1)", "static(3)", "bts"]),
     ordered=st.booleans(),
     max_in_flight=st.sampled_from([None, 1, 2]),
     seed=st.integers(0, 10**6),
@@ -151,7 +151,7 @@ def generation_is_bounded(o: Outcome) -> None:
 
 
 def assists_are_bounded_and_no_score_was_under_way(o: Outcome) -> None:
-    limit = {"none": 0, "static(1)": 1, "static(3)": 3}[o.plan.tag]
+    limit = {"none": 0, "static(1)": 1, "static(3)": 3, "bts": o.plan.num_prompts}[o.plan.tag]
     assists = o.spans("assist")
     assert all(count <= limit for count in Counter(s.step for s in assists).values())
     scores = o.spans("score")

@@ -141,6 +141,20 @@ def test_adapters_learn_the_same_on_two_sharded_ranks_and_see_the_same_kl(tmp_pa
     assert kl[1] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["schedule.mode=pipelined", "schedule.tag=static(1)"], ["schedule.mode=colocated"]])
+def test_a_sharded_trainer_generates_the_same_also_when_ranks_have_unequal_shares(
+    more: list[str], tmp_path: Path
+) -> None:
+    """Nine samples on two ranks, in passes of two: five and four samples would be three passes and two."""
+    odd = ["algorithm.samples_per_prompt=3", "data.prompts_per_step=6", "schedule.prompts_per_microbatch=3"]
+    rows = ["trainer.batch_size=1", "generator.batch_size=1"]
+    folder = train(tmp_path / "sharded", *odd, *rows, *PROCESSES["fsdp on two ranks"], *more)
+    assert_same(folder, train(tmp_path / "local", *odd, *rows))
+    made_by = {(s.worker, s.kind) for s in read_spans(folder / "events.jsonl")}
+    assert {("trainer", "assist"), ("trainer", "generate")} & made_by
+
+
 def test_with_staleness_every_trajectory_has_one_version_at_most_one_behind_and_nothing_is_thrown_away(
     tmp_path: Path,
 ) -> None:

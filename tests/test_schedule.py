@@ -77,7 +77,7 @@ def test_width_zero_stacks_all_timesteps_of_a_batch_into_one_pass() -> None:
 def bubble(assisted: int) -> tag.Bubble:
     step = GlobalStep(0, gap.cut(0, simulated_prompts(0, 6), 2, 1, 0), 1.0)
     step.num_assisted = assisted
-    return step.bubble("trainer", ())
+    return step.bubble("trainer", (), max_in_flight=1)
 
 
 def test_static_tag_fills_the_first_n_bubbles_of_a_step_and_none_fills_none() -> None:
@@ -91,7 +91,7 @@ def test_a_bubble_counts_every_micro_batch_once() -> None:
     step = GlobalStep(0, gap.cut(0, simulated_prompts(0, 6), 2, 1, 0), 1.0)
     step.unscored.append(rollout_of(step.pending.popleft()))
     step.num_trained = 1
-    facts = step.bubble("trainer", ())
+    facts = step.bubble("trainer", (), max_in_flight=1)
     assert (facts.num_microbatches, facts.pending, facts.unscored, facts.updates_left) == (6, 5, 1, 5)
 
 

@@ -154,9 +154,7 @@ def _wrapped(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, w
     """Lines that fit `width`. Each line of the caption gets up to three, the rest of it is cut."""
     lines: list[str] = []
     for part in caption.splitlines():
-        wrapped = _words(
-            part[: PROMPT_LINES * width], font, width
-        )  # no more can fit: a letter is a pixel wide
+        wrapped = _words(part[: PROMPT_LINES * width], font, width)  # no more can fit: a letter is a pixel wide
         if len(wrapped) > PROMPT_LINES:
             wrapped = [*wrapped[: PROMPT_LINES - 1], _cut(" ".join(wrapped[PROMPT_LINES - 1 :]), font, width)]
         lines += wrapped

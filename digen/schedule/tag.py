@@ -23,6 +23,8 @@ class Activity:
     kind: SpanKind | None = None
     step: int = -1
     elapsed_s: float = 0.0
+    pulls: bool = False
+    """Whether it must pull weights after this and before it generates again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,12 @@ class Bubble:
     """Taken by the trainer so far."""
     trainer: str
     generators: tuple[Activity, ...]
+    max_in_flight: int
+    """Generation calls that may be under way at once."""
+    ahead: int
+    """Of the next step, what generators may start under the present weights once nothing is pending (TCSS)."""
+    naive: bool
+    """Whether updates wait for the step's last score."""
 
     @property
     def updates_left(self) -> int:
@@ -79,8 +87,12 @@ class StaticTag:
 
 def parse(text: str) -> TagPolicy:
     """The policy that `schedule.tag` names. Raises ConfigError."""
+    from digen.schedule.bts import Bts  # it is made of the words above
+
     if text == "none":
         return NoTag()
+    if text == "bts":
+        return Bts()
     if match := re.fullmatch(r"static\((\d+)\)", text.replace(" ", "")):
         return StaticTag(int(match[1]))
-    raise ConfigError(f"schedule.tag: got {text!r}. Allowed: none, static(n) with n = 0, 1, 2, ...")
+    raise ConfigError(f"schedule.tag: got {text!r}. Allowed: none, static(n) with n = 0, 1, 2, ..., bts")

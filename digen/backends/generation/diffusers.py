@@ -38,6 +38,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class DiffusersGenerator:
     """Samples with diffusers modules in this process, any model family (diffusers)."""
 
+    in_lockstep = False
+    """Whether all ranks must make the same forward passes, whatever rows they have (their weights are sharded)."""
+
     def __init__(self, payload: Mapping[str, Any], context: WorkerContext) -> None:
         self.config = rebuild(payload)
         self.context = context
@@ -101,10 +104,12 @@ class DiffusersGenerator:
         if version != self.version:
             raise RuntimeError(f"asked to generate under version {version} but the weights here are {self.version}")
         rows = microbatch.rows(self.context.rank, self.context.world_size)
-        if not rows:
+        share = -(-microbatch.num_samples // self.context.world_size)
+        extra = (0,) * (share - len(rows)) if self.in_lockstep else ()  # sampled after the own rows, and left there
+        if not rows and not extra:
             empty = self._store("empty", {})
             return Shard((), empty, empty)
-        trajectory, media = self.sampler.rollout(microbatch, rows)
+        trajectory, media = self.sampler.rollout(microbatch, (*rows, *extra))
         return Shard(rows, self._store("trajectory", trajectory), self._store("media", {"media": media}))
 
     def _store(self, name: str, tensors: Mapping[str, Tensor]) -> Ref:

@@ -23,7 +23,7 @@ from digen.config import TrainerConfig
 from digen.models.base import Conditioning, rows_of
 from digen.observe.files import replacing
 from digen.schedule.tsp import Chunk, chunks
-from digen.types import Published, ScoredRollout, Stat, Stats, StepReport, Version, merge_stats
+from digen.types import Published, ScoredRollout, Stat, Stats, StepReport, Version
 from digen.weights.state import fingerprint, trainable
 
 
@@ -41,9 +41,6 @@ class Batch:
 
 class TorchTrainer(DiffusersGenerator):
     """One optimizer over the model's trainable parameters; subclasses say how it is spread over ranks."""
-
-    reduces = False
-    """Whether gradients must be reduced after the last backward pass, even when nothing is left to train in it."""
 
     @property
     def placement(self) -> TrainerConfig:
@@ -98,12 +95,12 @@ class TorchTrainer(DiffusersGenerator):
         for number, (samples, columns) in enumerate(forwards, 1):
             self.reduce_gradients(last and number == len(forwards))
             parts.append(self._backward(batch, samples, columns, denominator, on_policy))
-        return merge_stats(*parts)
+        return _stats({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def _batch(self, scored: ScoredRollout) -> Batch | None:
         """Read this rank's share of the kept rows; ranks with fewer rows repeat one with weight 0 (collectives)."""
         kept = [row for row in range(len(scored.keep)) if scored.keep[row]]
-        if not kept and not self.reduces:
+        if not kept and not self.in_lockstep:
             return None
         pool = kept or [0]
         share = -(-len(pool) // self.context.world_size)
@@ -147,7 +144,8 @@ class TorchTrainer(DiffusersGenerator):
 
     def _backward(
         self, batch: Batch, samples: slice, columns: slice, denominator: float, on_policy: bool
-    ) -> dict[str, Stat]:
+    ) -> dict[str, Tensor]:
+        """One forward and backward pass; what there is to report of its rows (those that count)."""
         stepwise = ("latents", "next_latents", "log_probs", "steps", *self.algorithm.records)
         t = {name: batch.tensors[name][samples, columns].flatten(0, 1) for name in stepwise}
         width = columns.stop - columns.start
@@ -184,8 +182,11 @@ class TorchTrainer(DiffusersGenerator):
         terms: LossTerms = self.algorithm.loss(inputs)
         weight = per_row(batch.weight).to(new.dtype)
         ((terms.loss * weight).sum() / denominator).backward()  # type: ignore[no-untyped-call]
-        gap = (new.detach() - t["log_probs"]).abs() if on_policy else None
-        return _stats(terms, weight > 0, t["steps"], gap)
+        rows = {**terms.stats, "loss": terms.loss.detach(), "step": t["steps"]}
+        if on_policy:
+            rows["ratio_error"] = (terms.stats["ratio"] - 1).abs()
+            rows["log_prob_gap"] = (new.detach() - t["log_probs"]).abs()
+        return {name: values[weight > 0] for name, values in rows.items()}
 
     @contextmanager
     def _base_weights(self) -> Iterator[None]:
@@ -231,7 +232,7 @@ class TorchTrainer(DiffusersGenerator):
         return {name: self.full(p) for name, p in trainable(self.model.transformer).items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The accumulated gradients, whole, on the CPU: for tests and `digen doctor`; called on all ranks."""
+        """The accumulated gradients, whole, on the CPU; called on all ranks."""
         named = trainable(self.model.transformer)
         return {name: self.full(p.grad).cpu().clone() for name, p in named.items() if p.grad is not None}
 
@@ -251,20 +252,15 @@ class TorchTrainer(DiffusersGenerator):
                 save_file({n: t.cpu().contiguous() for n, t in state.items()}, partial)
 
 
-def _stats(terms: LossTerms, real: Tensor, steps: Tensor, gap: Tensor | None) -> dict[str, Stat]:
-    """Statistics over the rows that count. `gap` is |new - rollout log-prob|, given for on-policy rows."""
-    rows = {**terms.stats, "loss": terms.loss.detach()}
-    stats = {name: _stat(values[real]) for name, values in rows.items()}
-    if gap is not None:
-        stats["log_prob_gap"] = _stat(gap[real])
-        stats["ratio_error"] = _stat((terms.stats["ratio"][real] - 1).abs())
-        for step in sorted(set(steps[real].tolist())):
-            stats[f"log_prob_gap/step{step}"] = _stat(gap[real & (steps == step)])
-    return {name: stat for name, stat in stats.items() if stat.count}
+def _stats(rows: Mapping[str, Tensor]) -> dict[str, Stat]:
+    """Statistics of each named column of rows; the log-prob gap also by denoising step."""
+    columns = {name: values for name, values in rows.items() if name != "step"}
+    if "log_prob_gap" in rows:
+        for step in sorted(set(rows["step"].tolist())):
+            columns[f"log_prob_gap/step{step}"] = rows["log_prob_gap"][rows["step"] == step]
+    return {name: _stat(values) for name, values in columns.items() if len(values)}
 
 
 def _stat(values: Tensor) -> Stat:
-    if not len(values):
-        return Stat(0.0, 0, float("inf"), float("-inf"))
     values = values.double()
     return Stat(float(values.sum()), len(values), float(values.min()), float(values.max()))

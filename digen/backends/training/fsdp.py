@@ -21,7 +21,7 @@ from digen.backends.training.base import TorchTrainer
 class FsdpTrainer(TorchTrainer):
     """Fully sharded over 1..N ranks (torch FSDP2 `fully_shard`)."""
 
-    reduces = True
+    in_lockstep = True
 
     def distribute(self) -> None:
         self._join()
