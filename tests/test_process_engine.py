@@ -215,11 +215,14 @@ class Broken:
 
 
 DRIVER = """
+import signal
 import sys
 from pathlib import Path
 import anyio
 from digen.engines.base import WorkerSpec
 from digen.engines.process import ProcessEngine
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts the tests may have it ignored
 
 async def main():
     async with ProcessEngine(Path(sys.argv[1])).open([WorkerSpec("group", sys.argv[2], None, ranks=2)]) as groups:
@@ -241,11 +244,14 @@ def test_no_worker_survives_its_driver_which_is_a_plain_script_without_torch(
     (tmp_path / "store").mkdir()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as driver:
         assert driver.stdout
-        pids = [int(pid) for pid in driver.stdout.readline().split()]
-        assert len(pids) == 2
-        assert all(alive(pid) for pid in pids)
-        driver.send_signal(how)
-        driver.communicate(timeout=10)
+        try:
+            pids = [int(pid) for pid in driver.stdout.readline().split()]
+            assert len(pids) == 2
+            assert all(alive(pid) for pid in pids)
+            driver.send_signal(how)
+            driver.communicate(timeout=10)
+        finally:
+            driver.kill()  # or leaving the block would wait for one that did not end
     assert soon(lambda: not any(alive(pid) for pid in pids))
     if how == signal.SIGINT:
         assert list((tmp_path / "store").iterdir()) == []
