@@ -23,7 +23,7 @@ from digen.observe.files import read_rows
 DOCS = Path(__file__).parent.parent / "docs"
 RUNS = {"flowgrpo": (0, 1, 2), "dancegrpo": (0,)}
 START, END = "<!-- results of benchmarks/learning.py -->", "<!-- end of results -->"
-MARGINS = {"base_reward": 0.02, "gain": 0.1, "ratio/max_error": 1e-6, "clip_fraction/mean": 0.05, "grad_norm": 0.05}
+MARGINS = {"base_reward": 0.02, "gain": 0.1, "ratio/max_error": 1e-6, "clip_fraction/mean": 1e-6, "grad_norm": 1e-3}
 
 
 def digen(*words: str) -> dict[str, Any]:
