@@ -6,7 +6,7 @@ that what passes validation can be started. Precedence: default < preset < file 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -118,6 +118,10 @@ class TrainerConfig(GroupConfig):
 
     backend: str = "local"
     """Trainer plugin (`digen list`)."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """What DeepSpeed divides over ranks: 1 optimizer state, 2 gradients too, 3 parameters too; None: 2."""
+    cpu_offload: bool = False
+    """Keep optimizer state, and with ZeRO 3 parameters, in host memory (`deepspeed` only)."""
     lora: LoraConfig | None = None
     """None: full weights."""
     learning_rate: Positive = 3e-4
@@ -132,6 +136,9 @@ class TrainerConfig(GroupConfig):
     """Decoupled, as in AdamW."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; null: not at all."""
+    updates_per_rollout: Count = 1
+    """Optimizer steps U under one generation version: so many global steps in a row are sampled with the same weights,
+    and from the second on the ratio is not 1. Each is a global step, with `data.prompts_per_step` prompts."""
     tsp: Annotated[int, Field(ge=0)] = 1
     """Timesteps stacked into one forward pass (TSP); 0: all trained ones."""
     max_bad_steps: Count = 3
@@ -151,6 +158,9 @@ class ScheduleConfig(Section):
     """Whole groups in the unit of the pipeline; the last one of a step may be smaller."""
     tag: str = "none"
     """Trainer-assisted generation: `none`, `static(n)`, `bts`. Colocated, the trainer generates everything anyway."""
+    assist: Literal["none", "trainer", "generator", "both"] = "none"
+    """Which side, when idle, takes over part of the other's work, sample by sample: the trainer generates, generators
+    accumulate gradients, or both. Where the trainer may, `tag` (about whole micro-batches) is not asked."""
     staleness: Share = 0.0
     """Largest share of a step's micro-batches made under the previous version (TCSS); 0 is fully synchronous."""
     window: Annotated[int, Field(ge=1, le=2)] = 2
@@ -161,6 +171,16 @@ class ScheduleConfig(Section):
     """Train micro-batches strictly by index: the same rounding in every run, at the price of waiting for the next."""
     retries: Annotated[int, Field(ge=0)] = 2
     """How often a failed generate or score call is repeated. An update never is (rule R18)."""
+
+    @property
+    def trainer_generates(self) -> bool:
+        """Whether the trainer may be asked to generate, besides in colocated mode."""
+        return self.tag != "none" or self.assist in ("trainer", "both")
+
+    @property
+    def generators_help(self) -> bool:
+        """Whether generators may be asked to accumulate gradients."""
+        return self.assist in ("generator", "both")
 
 
 class ScoringConfig(Section):
@@ -187,7 +207,7 @@ class EngineConfig(Section):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Save the trainable weights every so many steps; 0: only at the end."""
+    """Save the trainable weights every so many steps (a multiple of `updates_per_rollout`); 0: only at the end."""
 
 
 class ObserveConfig(Section):
@@ -218,7 +238,7 @@ class RunConfig(Section, Generic[A]):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     steps: Count | None = None
-    """Global steps (optimizer steps); None: as many as `epochs` gives."""
+    """Global steps (optimizer steps); None: as many as `epochs` gives. A multiple of `updates_per_rollout`."""
     epochs: Count | None = None
     """Passes over the prompts; None: no limit but `steps`. The smaller limit counts."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -236,7 +256,7 @@ class RunConfig(Section, Generic[A]):
 
 def impossible(config: RunConfig[Any]) -> list[str]:
     """What cannot be had together, as sentences that name keys and values."""
-    wrong = []
+    wrong, updates = [], config.trainer.updates_per_rollout
     if config.steps is None and config.epochs is None:
         wrong.append("one of steps and epochs must be set")
     if config.schedule.staleness > 0 and config.schedule.window < 2:
@@ -247,15 +267,58 @@ def impossible(config: RunConfig[Any]) -> list[str]:
         wrong.append(
             f"schedule.staleness={config.schedule.staleness} needs schedule.mode=pipelined, got {config.schedule.mode}"
         )
-    if config.schedule.staleness > 0 and getattr(config.algorithm, "old_log_prob", "") == "replay":
+    for key, off_policy in (
+        (f"schedule.staleness={config.schedule.staleness}", config.schedule.staleness > 0),
+        (f"trainer.updates_per_rollout={updates}", updates > 1),
+    ):
+        if off_policy and getattr(config.algorithm, "old_log_prob", "") == "replay":
+            wrong.append(
+                f"{key} needs algorithm.old_log_prob=rollout, got replay: "
+                "the trainer no longer has the weights that made an older sample"
+            )
+    if config.steps is not None and config.steps % updates:
+        wrong.append(f"steps={config.steps} must be a multiple of trainer.updates_per_rollout={updates}")
+    if config.checkpoint.every % updates:
         wrong.append(
-            f"schedule.staleness={config.schedule.staleness} needs algorithm.old_log_prob=rollout, got replay: "
-            "the trainer no longer has the weights that made a stale sample"
+            f"checkpoint.every={config.checkpoint.every} must be a multiple of trainer.updates_per_rollout={updates}: "
+            "only between rollouts do generators and trainer have the same weights"
         )
+    wrong += _impossible_assist(config.schedule)
     if config.trainer.backend == "local" and config.trainer.ranks > 1:
         wrong.append(f"trainer.backend=local has one rank, got trainer.ranks={config.trainer.ranks}; use fsdp")
+    wrong += [*_deepspeed_only(config.trainer), *_not_with_deepspeed(config)]
     if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
         wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
+    return wrong
+
+
+def _deepspeed_only(trainer: TrainerConfig) -> Iterator[str]:
+    """Keys that digen's other trainers do not read (a trainer of somebody else may)."""
+    if trainer.backend in ("local", "fsdp"):
+        if trainer.zero_stage is not None:
+            yield f"trainer.zero_stage={trainer.zero_stage} needs trainer.backend=deepspeed, got {trainer.backend}"
+        if trainer.cpu_offload:
+            yield f"trainer.cpu_offload=true needs trainer.backend=deepspeed, got {trainer.backend}"
+
+
+def _not_with_deepspeed(config: RunConfig[Any]) -> Iterator[str]:
+    if config.trainer.backend != "deepspeed":
+        return
+    if config.trainer.dtype == "float64":
+        yield "trainer.dtype=float64 is not possible with trainer.backend=deepspeed: its optimizer is float32"
+    if config.schedule.generators_help:
+        yield (
+            f"schedule.assist={config.schedule.assist} needs trainer.backend=local or fsdp, got deepspeed, which "
+            "cannot take gradients from generators; allowed: none, trainer"
+        )
+
+
+def _impossible_assist(schedule: ScheduleConfig) -> list[str]:
+    assist, wrong = schedule.assist, []
+    if assist != "none" and schedule.mode != "pipelined":
+        wrong.append(f"schedule.assist={assist} needs schedule.mode=pipelined, got {schedule.mode}")
+    if schedule.generators_help and schedule.ordered:
+        wrong.append(f"schedule.ordered=true needs one worker that accumulates gradients, got schedule.assist={assist}")
     return wrong
 
 
@@ -266,6 +329,9 @@ NOISE_FLOOR = 1e-4
 def doubts(config: RunConfig[Any]) -> list[str]:
     """What can be had but is rarely wanted, as sentences for a person to read when the run starts."""
     found = []
+    schedule = config.schedule
+    if schedule.assist in ("trainer", "both") and schedule.tag != "none":
+        found.append(f"schedule.assist={schedule.assist} decides when the trainer generates, not tag={schedule.tag}")
     clip = getattr(config.algorithm.loss, "clip", None)
     if config.trainer.dtype == "bfloat16" and clip is not None and clip < NOISE_FLOOR:
         found.append(

@@ -7,26 +7,29 @@ where we differ from the paper, are in docs/design/driver.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 
-from digen import credit, gather
+from digen import credit
+from digen.calls import Calls
 from digen.config import RunConfig
 from digen.engines.base import WorkerGroup
-from digen.errors import ConfigError, DivergedError, RewardError, SyncError, WorkerDied, WorkerError
+from digen.errors import ConfigError, DivergedError, RewardError
 from digen.inflight import NO_INDEX, Done, InFlight, Work
 from digen.metrics import StepFacts, log_prob_complaint, step_row
 from digen.observe.base import Observer
 from digen.observe.files import RunFolder
 from digen.schedule import gap, tag
 from digen.schedule.costs import Costs
+from digen.schedule.share import Share
 from digen.schedule.staleness import StalenessPolicy
 from digen.step import GlobalStep
 from digen.types import (
+    Decision,
     Prompt,
     Published,
     Ref,
@@ -40,6 +43,7 @@ from digen.types import (
     Version,
     merge_stats,
 )
+from digen.versions import Versions
 
 Duty = Callable[[WorkerGroup], Work[Any] | None]
 """Looks for one kind of work for an idle group, and takes it out of its queue."""
@@ -55,7 +59,7 @@ class Driver:
 
     No `generators`: colocated. `total`: each row's reward from its single ones, not finite where one failed. `drop`:
     frees what a reference stands for. `run_dir`: None writes no file. `version` > 0: the trainer holds these weights,
-    the generators do not yet. Raises ConfigError when schedule and groups do not fit.
+    the generators do not yet. `costs`: measured before. Raises ConfigError when schedule and groups do not fit.
     """
 
     def __init__(
@@ -71,22 +75,25 @@ class Driver:
         observer: Observer,
         run_dir: Path | None = None,
         version: Version = 0,
+        costs: Costs = Costs(),  # noqa: B008 - a frozen value
     ) -> None:
         self.config, self.schedule, self.algorithm = config, config.schedule, config.algorithm
         self.generators, self.trainer, self.groups = tuple(generators), trainer, (*generators, trainer)
         self.prompts, self.num_steps, self.total, self.drop = prompts, num_steps, total, drop
         self.observer, self.note, self.folder = observer, observer.on_note, RunFolder(run_dir) if run_dir else None
-        self.tag = tag.parse(self.schedule.tag)
+        self.share = Share(self.schedule.assist in ("trainer", "both"), self.schedule.generators_help)
+        self.tag = self.share if self.share.trainer else tag.parse(self.schedule.tag)
         self.max_in_flight = self.schedule.max_in_flight or len(self.groups)
-        self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window)
+        per_rollout = config.trainer.updates_per_rollout
+        self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window, per_rollout)
         self.duties = self.assign_duties()
 
         self.version = version
         self.steps: dict[int, GlobalStep] = {}  # the current step; under TCSS also the next
-        self.holds: dict[str, Version | None] = {g.name: None if version else 0 for g in generators}
-        self.published: list[Published] = []  # the newest last; older ones while they are being read
+        self.calls = Calls(config, total, self.folder, self.note)
+        self.versions = Versions((g.name for g in generators), None if version else 0, drop)
         self.saved_version = version
-        self.costs = Costs()
+        self.costs = costs
         self.bubble_skipped = False
         self.num_bad_steps = 0
 
@@ -97,7 +104,7 @@ class Driver:
             allowed = "none with colocated, one or more with naive and pipelined"
             raise ConfigError(f"schedule.mode={mode}: got {num_generators} generators, allowed: {allowed}")
         rest: tuple[Duty, ...] = (self.scoring, self.generating) if mode == "colocated" else (self.assisting,)
-        generator: tuple[Duty, ...] = (self.scoring, self.pulling, self.generating)
+        generator: tuple[Duty, ...] = (self.scoring, self.pulling, self.helping, self.handing, self.generating)
         trainer: tuple[Duty, ...] = (self.saving, self.publishing, self.updating, self.syncing, *rest)
         return dict.fromkeys((group.name for group in self.generators), generator) | {self.trainer.name: trainer}
 
@@ -114,7 +121,7 @@ class Driver:
                         self.flight.start(work)  # 9, 21
                 for done in await self.flight.finished():  # 11, 23
                     self.settle(done)  # 12-16, 24-31
-        self.drop_weights(self.published)
+        self.versions.drop_all()
 
     @property
     def finished(self) -> bool:
@@ -130,7 +137,7 @@ class Driver:
     def settle(self, done: Done[Any]) -> None:
         """Record what ended, then let it move its micro-batch, or the version, on."""
         work, start, end = done.work, done.start - self.started_s, done.end - self.started_s
-        span = Span(work.kind, work.group.name, work.step, work.index, work.version, start, end)
+        span = Span(work.kind, work.group.name, work.step, work.index, work.version, start, end, work.rows)
         self.observer.on_span(span)
         self.costs = self.costs.add(span)
         if work.group is self.trainer:
@@ -144,58 +151,80 @@ class Driver:
         """The step that the present weights belong to; None after the last."""
         return self.steps.get(self.version)
 
+    @property
+    def due(self) -> Version:
+        """The version that the current step is generated under."""
+        return self.staleness.on_policy(self.version)
+
     def open_steps(self) -> None:
         """Cut into micro-batches every step that may be worked on under the present weights."""
-        size, per_microbatch = self.algorithm.samples_per_prompt, self.schedule.prompts_per_microbatch
-        for index in range(self.version, min(self.version + self.staleness.lag + 1, self.num_steps)):
+        algorithm, per_microbatch = self.algorithm, self.schedule.prompts_per_microbatch
+        for index in range(self.version, min(self.staleness.last_step(self.version) + 1, self.num_steps)):
             if index not in self.steps:
                 prompts = self.prompts(index)
-                microbatches = gap.cut(index, prompts, size, per_microbatch, self.config.seed)
-                self.steps[index] = GlobalStep(index, microbatches, credit.denominator(self.config, len(prompts)))
+                cut = gap.cut(index, prompts, algorithm.samples_per_prompt, per_microbatch, self.config.seed)
+                denominator = credit.denominator(self.config, len(prompts))
+                self.steps[index] = GlobalStep(index, cut, denominator, algorithm.kept_per_prompt())
+
+    def bubble(self, step: GlobalStep) -> tag.Bubble:
+        """The facts that policies decide from."""
+        doing = tuple(self.flight.activity(g, old=self.versions.holds[g.name] != self.due) for g in self.generators)
+        ahead = sum(s.num_allowed(self.staleness, self.version) for s in self.steps.values() if s is not step)
+        naive, limit = self.schedule.mode == "naive", self.max_in_flight
+        trainer = self.flight.activity(self.trainer)
+        return step.bubble(trainer, doing, max_in_flight=limit, ahead=ahead, naive=naive)
 
     # Generation, by generators and (TAG) by the trainer: fills SQ ----------------------------------------------------
 
     def generating(self, group: WorkerGroup) -> Work[Rollout] | None:
         """Lines 5-8. Only under the newest weights: a trajectory never sees two versions (TCSS)."""
         step = self.step_to_generate()
-        if step is None or self.holds.get(group.name, self.version) != self.version:
+        if step is None or self.versions.holds.get(group.name, self.version) != self.due:
             return None
-        return self.generation("generate", group, step)
+        rows = len(step.pending[0].rows)
+        if self.shares and step is self.current:
+            rows = self.share.generate(group.name, self.bubble(step), self.costs)
+        return self.generation("generate", group, step, rows)
+
+    @property
+    def shares(self) -> bool:
+        """Whether workers may take parts of micro-batches."""
+        return self.schedule.assist != "none"
 
     def step_to_generate(self) -> GlobalStep | None:
         """The step whose next micro-batch may start: the current one, or the next as far as its stale share allows."""
         for step in self.steps.values():
             if step.pending:
-                allowed = self.staleness.allows(step.pending[0], self.version, step.num_stale, step.num_samples)
+                microbatch = step.pending[0].microbatch
+                allowed = self.staleness.allows(microbatch, self.version, step.num_stale, step.num_samples)
                 return step if allowed and self.flight.count("generate", "assist") < self.max_in_flight else None
         return None
 
     def assisting(self, trainer: WorkerGroup) -> Work[Rollout] | None:
         """TAG in a bubble: nothing may be trained, and no score is about to change that (rule R3)."""
         step = self.step_to_generate()
-        if step is None or step is not self.current or self.bubble_skipped:
+        if step is None or step is not self.current or self.bubble_skipped or self.tag == tag.NONE:
+            return None
+        if self.version != self.due:
             return None
         if self.flight.count("score", step=step.index):
             return None
-        doing = tuple(self.flight.activity(g, old=self.holds[g.name] != self.version) for g in self.generators)
-        ahead = sum(s.num_allowed(self.staleness, self.version) for s in self.steps.values() if s is not step)
-        naive, limit = self.schedule.mode == "naive", self.max_in_flight
-        bubble = step.bubble(self.trainer.name, doing, max_in_flight=limit, ahead=ahead, naive=naive)
-        self.bubble_skipped = not self.tag.assists(bubble, self.costs)
+        choice = self.tag.choose(self.bubble(step), self.costs)
+        self.bubble_skipped = not choice.rows
+        now = anyio.current_time() - self.started_s
+        end = now + choice.latency_s if choice.latency_s is not None else None
+        self.observer.on_decision(Decision(step.index, trainer.name, now, choice.rows, end))
         if self.bubble_skipped:
             return None
         step.num_assisted += 1
-        return self.generation("assist", trainer, step)
+        return self.generation("assist", trainer, step, choice.rows)
 
-    def generation(self, kind: SpanKind, group: WorkerGroup, step: GlobalStep) -> Work[Rollout]:
-        microbatch, version = step.pending.popleft(), self.version
-        step.num_stale += microbatch.num_samples if version < step.index else 0
-
-        async def generate() -> Rollout:
-            shards = await self.attempt(group, "generate", microbatch, version)
-            return gather.rollout(microbatch, version, shards, group.name)
-
-        return Work(kind, group, step.index, microbatch.index, version, generate, step.unscored.append)
+    def generation(self, kind: SpanKind, group: WorkerGroup, step: GlobalStep, rows: int) -> Work[Rollout]:
+        piece, version = step.take_pending(rows), self.due
+        microbatch = piece.microbatch
+        step.num_stale += len(piece.rows) if version < self.staleness.on_policy(step.index) else 0
+        do = partial(self.calls.generate, group, microbatch, version, piece.rows)
+        return Work(kind, group, step.index, microbatch.index, version, do, step.generated, len(piece.rows))
 
     # Scoring: SQ to UQ ----------------------------------------------------------------------------------------------
 
@@ -204,68 +233,65 @@ class Driver:
         for step in self.steps.values():
             if step.unscored:
                 rollout = step.unscored.popleft()
-                do, then = partial(self.score, group, rollout), partial(self.scored, step, rollout)
-                return Work("score", group, step.index, rollout.microbatch.index, rollout.version, do, then)
+                do, then = partial(self.calls.score, group, rollout), partial(self.scored, step, rollout)
+                microbatch, version = rollout.microbatch, rollout.version
+                return Work("score", group, step.index, microbatch.index, version, do, then, microbatch.num_samples)
         return None
-
-    async def score(self, group: WorkerGroup, rollout: Rollout) -> Scores:
-        """Single rewards of all rows. What failed is asked for again, `schedule.retries` times (rule R17)."""
-        microbatch = rollout.microbatch
-        scores = gather.scores(microbatch, await self.attempt(group, "score", rollout), group.name)
-        for attempt in range(self.schedule.retries):
-            if not (failed := gather.failed(scores)):
-                break
-            self.note(f"step {microbatch.step}: {len(failed)} rewards failed, trying again ({attempt + 1})")
-            parts = await self.attempt(group, "score", rollout)
-            scores = gather.mend(scores, gather.scores(microbatch, parts, group.name))
-        await self.draw(group, rollout, scores)
-        return scores
-
-    async def draw(self, group: WorkerGroup, rollout: Rollout, scores: Scores) -> None:
-        """The sample grid of every `observe.grid_every` steps. A picture that fails is no reason to stop a run."""
-        step, every = rollout.microbatch.step, self.config.observe.grid_every
-        if self.folder is None or rollout.microbatch.index > 0 or not every or step % every:
-            return
-        try:
-            await group.call("draw", rollout, self.total(scores), self.folder.sample_grid(step))
-        except WorkerDied:
-            raise
-        except WorkerError as error:
-            self.note(f"step {step}: no sample grid: {error}")
 
     def scored(self, step: GlobalStep, rollout: Rollout, scores: Scores) -> None:
         """Lines 12-16: advantages, selection, into UQ. Raises RewardError if set to stop on a failed reward (R17)."""
-        index = rollout.microbatch.index
         for failure in credit.failures(rollout, scores):
             if self.config.scoring.on_failure == "stop":
                 raise RewardError(f"{failure}, after {self.schedule.retries} retries; scoring.on_failure=stop")
             self.note(f"step {step.index}: {failure}; its group is dropped")
-        step.ready[index] = scored = credit.credit(rollout, self.total(scores), self.algorithm)
-        step.results[index] = scored, scores
+        step.scored(credit.credit(rollout, self.total(scores), self.algorithm), scores)
         for shard in rollout.shards:
             self.drop(shard.media)
 
-    # Update: UQ to gradients ----------------------------------------------------------------------------------------
+    # Update: UQ to gradients, by the trainer and by generators that help ---------------------------------------------
 
     def updating(self, trainer: WorkerGroup) -> Work[tuple[Stats, ...]] | None:
         """Lines 18-20: the smallest index that is ready; only pipelined mode begins before all are scored."""
         step = self.current
-        if step is None or not step.ready or (self.schedule.mode != "pipelined" and not step.all_scored):
+        if step is None or not step.ready:
             return None
-        index = min(step.ready)
-        if self.schedule.ordered and index != step.num_trained:
+        if self.schedule.mode != "pipelined" and not all(s.all_scored for s in self.steps.values()):
             return None
-        scored, last = step.ready.pop(index), step.num_trained + 1 == len(step.microbatches)
-        do = partial(trainer.call, "accumulate", scored, self.config.trainer.tsp, step.denominator, last)
-        then = partial(self.updated, step, scored)
-        return Work("update", trainer, step.index, index, scored.rollout.version, do, then)
+        if self.schedule.ordered and min(step.ready) != step.num_trained:
+            return None
+        rows = self.share.update(trainer.name, self.bubble(step), self.costs) if self.shares else step.num_samples
+        # Sharded trainers reduce gradients with the last one, which nobody can name when others take part of it.
+        last = self.share.generators or step.num_trained + 1 == len(step.microbatches)
+        return self.update("update", trainer, step, rows, last)
+
+    def helping(self, generator: WorkerGroup) -> Work[tuple[Stats, ...]] | None:
+        """A generator that has nothing to generate for this step computes gradients, under the trainer's weights."""
+        step = self.current
+        if not self.share.generators or step is None or not step.ready or step.pending:
+            return None
+        if self.versions.holds[generator.name] != self.version:
+            return None
+        rows = self.share.update(generator.name, self.bubble(step), self.costs)
+        if not rows:
+            return None
+        step.helpers.add(generator.name)
+        return self.update("help", generator, step, rows, True)
+
+    def update(
+        self, kind: SpanKind, group: WorkerGroup, step: GlobalStep, rows: int, last: bool
+    ) -> Work[tuple[Stats, ...]]:
+        scored = step.take_ready(rows)
+        do = partial(group.call, "accumulate", scored, self.config.trainer.tsp, step.denominator, last)
+        then, rollout = partial(self.updated, step, scored), scored.rollout
+        index, count = rollout.microbatch.index, sum(scored.keep)
+        return Work(kind, group, step.index, index, rollout.version, do, then, count)
 
     def updated(self, step: GlobalStep, scored: ScoredRollout, parts: tuple[Stats, ...]) -> None:
         """Lines 24-26. A log-prob gap is noted once a step, or raises DivergedError if set to stop (rule R10)."""
-        step.num_trained += 1
-        step.stats[scored.rollout.microbatch.index] = stats = merge_stats(*parts)
-        for shard in scored.rollout.shards:
-            self.drop(shard.trajectory)
+        stats = merge_stats(*parts)
+        if step.trained(scored, stats):
+            for shard in scored.rollout.shards:
+                self.drop(shard.trajectory)
         complaint = log_prob_complaint(step.index, stats, self.config.trainer.log_prob_gap)
         if complaint and self.config.trainer.on_log_prob_gap == "stop":
             raise DivergedError(complaint)
@@ -273,23 +299,40 @@ class Driver:
             step.gap_noted = True
             self.note(complaint)
 
+    def handing(self, generator: WorkerGroup) -> Work[tuple[Ref, ...]] | None:
+        """Gradients that a generator computed go to the trainer when there is none left for it to compute."""
+        step = self.current
+        if step is None or generator.name not in step.helpers or step.untaken:
+            return None
+
+        def handed(refs: tuple[Ref, ...]) -> None:
+            step.helpers.remove(generator.name)
+            step.handed += refs
+
+        do = partial(generator.call, "hand_gradients")
+        return Work("reduce", generator, step.index, NO_INDEX, self.version, do, handed)
+
     # Sync: gradients to weights, weights to generators ---------------------------------------------------------------
 
     def syncing(self, trainer: WorkerGroup) -> Work[tuple[StepReport, Published | None]] | None:
         """Lines 27-30, the trainer's half, once every micro-batch of the step is trained."""
         step = self.current
-        if step is None or not step.all_trained:
+        if step is None or not step.all_trained or step.helpers:
             return None
         do, then = partial(self.sync, step), partial(self.synced, step)
         return Work("sync", trainer, step.index, NO_INDEX, step.index + 1, do, then)
 
     async def sync(self, step: GlobalStep) -> tuple[StepReport, Published | None]:
         """One optimizer step. Its weights are published unless nobody will pull them."""
+        for handed in sorted(step.handed, key=lambda ref: ref.key):
+            await self.trainer.call("add_gradients", handed)
+            self.drop(handed)
         rewards = credit.whole_groups(scored for scored, _ in step.scored_in_order())
         scale = self.algorithm.advantage.gradient_scale(rewards) if rewards else 1.0
         report: StepReport = (await self.trainer.call("optimizer_step", scale))[0]
-        wanted = self.generators and step.index + 1 < self.num_steps
-        return report, await self.publish(step.index + 1) if wanted else None
+        version = step.index + 1
+        wanted = self.generators and version < self.num_steps and version == self.staleness.on_policy(version)
+        return report, await self.publish(version) if wanted else None
 
     async def publish(self, version: Version) -> Published:
         published: Published = (await self.trainer.call("push", version))[0]
@@ -306,43 +349,30 @@ class Driver:
 
     def publishing(self, trainer: WorkerGroup) -> Work[Published] | None:
         """A resumed run's weights must reach the generators before its first step."""
-        if self.published or None not in self.holds.values():
+        if not self.versions.unpublished:
             return None
         do = partial(self.publish, self.version)
         return Work("sync", trainer, self.version, NO_INDEX, self.version, do, self.offer)
 
     def offer(self, published: Published) -> None:
-        self.published.append(published)
+        self.versions.offer(published)
         self.drop_superseded()
 
     def pulling(self, group: WorkerGroup) -> Work[tuple[str, ...]] | None:
         """Line 29, a generator's half: when it is idle, before its next micro-batch, never within one (rule R6)."""
-        if not self.published or self.holds[group.name] == self.published[-1].version:
+        newest = self.versions.due(group.name)
+        if newest is None:
             return None
-        newest = self.published[-1]
-        do, then = partial(group.call, "pull", newest), partial(self.pulled, group, newest)
-        return Work("pull", group, self.version, NO_INDEX, newest.version, do, then)
 
-    def pulled(self, group: WorkerGroup, published: Published, fingerprints: tuple[str, ...]) -> None:
-        """Rule R15: what is loaded is what was published. Raises SyncError."""
-        for rank, fingerprint in enumerate(fingerprints):
-            if fingerprint != published.fingerprint:
-                raise SyncError(
-                    f"{group.name} rank {rank} has other weights than the trainer after pulling version "
-                    f"{published.version}: fingerprint {fingerprint}, expected {published.fingerprint}"
-                )
-        self.holds[group.name] = published.version
-        self.drop_superseded()
+        def pulled(fingerprints: tuple[str, ...]) -> None:
+            self.versions.pulled(group.name, newest, fingerprints)
+            self.drop_superseded()
+
+        do = partial(group.call, "pull", newest)
+        return Work("pull", group, self.version, NO_INDEX, newest.version, do, pulled)
 
     def drop_superseded(self) -> None:
-        """Free all published weights but the newest, and those that a generator is still reading."""
-        read = {work.version for work, _ in self.flight.running() if work.kind == "pull"}
-        self.drop_weights([p for p in self.published[:-1] if p.version not in read])
-
-    def drop_weights(self, old: Iterable[Published]) -> None:
-        for published in list(old):
-            self.drop(published.weights)
-            self.published.remove(published)
+        self.versions.drop_superseded({work.version for work, _ in self.flight.running() if work.kind == "pull"})
 
     # The end of a step ----------------------------------------------------------------------------------------------
 
@@ -352,7 +382,8 @@ class Driver:
         stats = merge_stats(*(step.stats[index] for index in sorted(step.stats)))
         length_s, self.step_started_s = now - self.step_started_s, now
         busy = {g.name: self.flight.take_busy_s(g) / length_s if length_s else 0.0 for g in self.groups}
-        facts = StepFacts(step.index, results, stats, report, now - self.started_s, length_s, busy)
+        due = self.staleness.on_policy(step.index)
+        facts = StepFacts(step.index, due, results, stats, report, now - self.started_s, length_s, busy)
         self.observer.on_step(step_row(facts))
         self.num_bad_steps = 0 if report.finite else self.num_bad_steps + 1
         if self.num_bad_steps:
@@ -376,19 +407,3 @@ class Driver:
 
     def saved(self, _: object) -> None:
         self.saved_version = self.version
-
-    # Calls ----------------------------------------------------------------------------------------------------------
-
-    async def attempt(self, group: WorkerGroup, method: str, *args: Any) -> tuple[Any, ...]:
-        """Repeat what fails, `schedule.retries` times, then raise the first cause. Never for an update (rule R18)."""
-        causes: list[WorkerError] = []
-        while True:
-            try:
-                return await group.call(method, *args)
-            except WorkerDied:
-                raise
-            except WorkerError as error:
-                causes.append(error)
-            if len(causes) > self.schedule.retries:
-                raise causes[0]
-            self.note(f"{causes[-1]}; trying again ({len(causes)})")

@@ -13,15 +13,17 @@ from digen.errors import WorkerError
 from digen.types import MicroBatch, Rollout, Scores, Shard, Version
 
 
-def rollout(microbatch: MicroBatch, version: Version, shards: Sequence[Shard], worker: str) -> Rollout:
-    """The rollout that these ranks generated together. Raises WorkerError when a row is missing or there twice."""
-    _check_rows("generate", microbatch, worker, (row for shard in shards for row in shard.rows))
+def rollout(
+    microbatch: MicroBatch, version: Version, rows: Sequence[int], shards: Sequence[Shard], worker: str
+) -> Rollout:
+    """What these ranks generated of these rows. Raises WorkerError when a row is missing or there twice."""
+    _check_rows("generate", rows, worker, (row for shard in shards for row in shard.rows))
     return Rollout(microbatch, version, tuple(shards), worker)
 
 
 def scores(microbatch: MicroBatch, parts: Sequence[Scores], worker: str) -> Scores:
     """The scores of all ranks in row order. Raises WorkerError when rows or reward names do not fit together."""
-    _check_rows("score", microbatch, worker, (row for part in parts for row in part.rows))
+    _check_rows("score", range(microbatch.num_samples), worker, (row for part in parts for row in part.rows))
     names = {part.names for part in parts if part.rows}
     if len(names) != 1:
         raise WorkerError(worker, 0, "score", f"ranks name different rewards: {sorted(names)}")
@@ -49,8 +51,8 @@ def mend(old: Scores, new: Scores) -> Scores:
     return Scores(old.names, old.rows, values)
 
 
-def _check_rows(method: str, microbatch: MicroBatch, worker: str, rows: Iterable[int]) -> None:
+def _check_rows(method: str, asked: Sequence[int], worker: str, rows: Iterable[int]) -> None:
     got = sorted(rows)
-    if got != list(range(microbatch.num_samples)):
-        expected = f"each of 0..{microbatch.num_samples - 1} once"
+    if got != list(asked):
+        expected = f"each of {asked[0]}..{asked[-1]} once"
         raise WorkerError(worker, 0, method, f"the ranks together returned rows {got}, expected {expected}")

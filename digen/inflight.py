@@ -38,6 +38,8 @@ class Work(Generic[T]):
     version: Version
     do: Callable[[], Awaitable[T]]
     then: Callable[[T], None]
+    rows: int = 0
+    """Samples that it is about; 0 if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ class InFlight:
         if self.idle(group):
             return Activity(group.name, pulls=old)
         work, start = self._running[group.name]
-        return Activity(group.name, work.kind, work.step, anyio.current_time() - start, old and work.kind != "pull")
+        elapsed_s = anyio.current_time() - start
+        return Activity(group.name, work.kind, work.step, elapsed_s, old and work.kind != "pull", work.rows)
 
     def take_busy_s(self, group: WorkerGroup) -> float:
         """Seconds for which the group has had work since this was last asked."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from digen import credit
-from digen.types import ScoredRollout, Scores, Stats, StepReport
+from digen.types import ScoredRollout, Scores, Stats, StepReport, Version
 
 MEANS = ("ratio", "clip_fraction", "approx_kl", "kl", "loss")
 
@@ -21,10 +21,13 @@ MEANS = ("ratio", "clip_fraction", "approx_kl", "kl", "loss")
 class StepFacts:
     """All that happened in one global step: `results` in micro-batch order, times in seconds.
 
+    `due`: the version that its samples were due under; those of an older one are stale.
+
     `time_s` counts from the start of the run; `busy` is each worker group's share of `step_time_s`.
     """
 
     step: int
+    due: Version
     results: Sequence[tuple[ScoredRollout, Scores]]
     stats: Stats
     report: StepReport
@@ -70,7 +73,7 @@ Entries = Iterator[tuple[str, float | int]]
 def _samples(facts: StepFacts) -> Entries:
     results = [scored for scored, _ in facts.results]
     samples = sum(scored.rollout.microbatch.num_samples for scored in results)
-    stale = sum(s.rollout.microbatch.num_samples for s in results if s.rollout.version < facts.step)
+    stale = sum(s.rollout.microbatch.num_samples for s in results if s.rollout.version < facts.due)
     num_groups = sum(len(scored.rollout.microbatch.prompts) for scored in results)
     yield "samples", samples
     yield "trained_samples", sum(sum(scored.keep) for scored in results)

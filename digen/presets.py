@@ -143,6 +143,7 @@ def derived(config: RunConfig[Any]) -> dict[str, int]:
     passes = 1 + algorithm.loss.needs_reference
     steps_per_epoch = prompts // per_step
     limits = [config.steps, config.epochs and config.epochs * steps_per_epoch]
+    steps, per_rollout = min(limit for limit in limits if limit is not None), config.trainer.updates_per_rollout
     return {
         "prompts": prompts,
         "groups_per_step": per_step,
@@ -154,8 +155,9 @@ def derived(config: RunConfig[Any]) -> dict[str, int]:
         "rollout_forwards_per_step": samples * config.sampling.num_steps * guided,
         "update_forwards_per_step": kept * trained * guided * passes,
         "optimizer_steps_per_step": 1,
+        "steps_per_rollout": per_rollout,
         "steps_per_epoch": steps_per_epoch,
-        "steps": min(limit for limit in limits if limit is not None),
+        "steps": steps - steps % per_rollout,
     }
 
 
@@ -262,6 +264,7 @@ def _misfits(config: RunConfig[Any]) -> Iterator[tuple[Keys, str]]:
     yield from _caught(("schedule", "tag"), lambda: tag.parse(config.schedule.tag))
     yield from _caught(("data", "prompts"), lambda: _check_batch(config))
     yield from _caught(("reward",), RewardSet(config.reward, config.scoring.timeout_s, 1).check)
+    yield from _caught(("schedule", "assist"), lambda: _check_helpers(config))
     per_step, per_microbatch = config.data.prompts_per_step, config.schedule.prompts_per_microbatch
     if per_microbatch > per_step:
         path = ("schedule", "prompts_per_microbatch")
@@ -277,6 +280,16 @@ def _check_batch(config: RunConfig[Any]) -> None:
     prompts, per_step = num_prompts(config), config.data.prompts_per_step
     if prompts < per_step:
         raise ConfigError(f"data.prompts_per_step: got {per_step}; allowed: 1 to {prompts}, the number of prompts")
+
+
+def _check_helpers(config: RunConfig[Any]) -> None:
+    """Only a generator with autograd can help. The built-in one is known; others are looked at, which imports them."""
+    assist, backend = config.schedule.assist, config.generator.backend
+    if not config.schedule.generators_help or backend == "diffusers":
+        return
+    if not hasattr(plugins.find("generators", backend), "hand_gradients"):
+        reason = "it has no `accumulate` and `hand_gradients`"
+        raise ConfigError(f"schedule.assist={assist}: generator {backend!r} cannot compute gradients, {reason}")
 
 
 def _caught(path: Keys, check: Callable[[], object]) -> Iterator[tuple[Keys, str]]:

@@ -30,9 +30,9 @@ from digen.observe.summary import Summary, print_summary, summarise_folder
 from digen.presets import dump, payload, prompt_file
 from digen.rewards.base import RewardSet
 from digen.rewards.total import total
+from digen.schedule.costs import Costs
 from digen.types import Span
-
-TRAINER = "trainer"
+from digen.workload import TRAINER, finished_spans, generator_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class RunSummary:
         return {**place, **self.summary.as_json()}
 
 
-def run(config: RunConfig[Any], *, console: Console) -> RunSummary:
-    """Train. Progress and the closing summary go to `console`.
+def run(config: RunConfig[Any], *, console: Console, costs: Costs | None = None) -> RunSummary:
+    """Train. Progress and the closing summary go to `console`; `costs` are known before anything is measured.
 
     Raises ConfigError or DataError before anything is started; WorkerError, RewardError, SyncError or DivergedError
     when the run cannot go on.
@@ -62,7 +62,7 @@ def run(config: RunConfig[Any], *, console: Console) -> RunSummary:
         shuffle=config.data.shuffle,
         seed=config.seed,
     )
-    num_steps = prompts.num_steps(config.steps, config.epochs)
+    num_steps = prompts.num_steps(config.steps, config.epochs, config.trainer.updates_per_rollout)
     RewardSet(config.reward, config.scoring.timeout_s).check()
     folder = RunFolder.create(config.run_dir, config.algorithm.name, config.model.name)
     write_atomic(folder.config, dump(config))
@@ -71,7 +71,7 @@ def run(config: RunConfig[Any], *, console: Console) -> RunSummary:
     for doubt in doubts(config):
         observer.on_note(doubt)
     try:
-        anyio.run(partial(_run, config, prompts, num_steps, folder, observer))
+        anyio.run(partial(_run, config, prompts, num_steps, folder, observer, costs or Costs()))
     finally:
         observer.close()
     summary = summarise_folder(folder)
@@ -80,7 +80,7 @@ def run(config: RunConfig[Any], *, console: Console) -> RunSummary:
 
 
 async def _run(
-    config: RunConfig[Any], prompts: StepPrompts, num_steps: int, folder: RunFolder, observer: Observer
+    config: RunConfig[Any], prompts: StepPrompts, num_steps: int, folder: RunFolder, observer: Observer, costs: Costs
 ) -> None:
     engine = make_engine(config)
     async with engine.open(specs(config, folder.logs)) as groups:
@@ -97,8 +97,14 @@ async def _run(
             drop=engine.store.drop,
             observer=observer,
             run_dir=folder.path,
+            costs=costs,
         )
         await driver.run()
+
+
+def known_costs(config: RunConfig[Any], other: Path) -> Costs:
+    """What another run measured, for the groups of this one. Raises ConfigError when it measured nothing."""
+    return Costs.of(finished_spans(other)).renamed(generator_names(config.generator.replicas), TRAINER)
 
 
 def make_engine(config: RunConfig[Any]) -> Engine:
@@ -111,7 +117,7 @@ def specs(config: RunConfig[Any], log_dir: Path) -> list[WorkerSpec]:
     """The worker groups of a run: every generator replica, then the trainer; colocated runs have only the trainer."""
     generator, trainer = config.generator, config.trainer
     replicas = 0 if config.schedule.mode == "colocated" else generator.replicas
-    names = ["generator"] if replicas == 1 else [f"generator-{k}" for k in range(replicas)]
+    names = generator_names(replicas) if replicas else ()
     target = plugins.target("generators", generator.backend)
     return [
         *(spec(config, name, target, generator, log_dir) for name in names),

@@ -1,18 +1,27 @@
 """One global step under way: its two queues SQ and UQ, and what is known of it so far. Paper section 3.3.
 
-Invariant: every micro-batch is in exactly one place: pending, being generated, unscored, being scored, ready, being
-trained, or trained; it only moves forward. Only the driver changes a step, and it forgets the step when its weights
+Invariant: every sample is in exactly one place: pending, being generated, generated (its micro-batch is not complete),
+unscored, being scored, ready, being trained, or trained; it only moves forward. Workers take pieces: micro-batches, or
+rows of one where idle sides share the work. Only the driver changes a step, and it forgets the step when its weights
 exist (rules R2, R4).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from digen.schedule.staleness import StalenessPolicy
 from digen.schedule.tag import Activity, Bubble
-from digen.types import MicroBatch, Rollout, ScoredRollout, Scores, Stats, Version
+from digen.types import MicroBatch, Ref, Rollout, ScoredRollout, Scores, Shard, Stats, Version, merge_stats
+
+
+class Piece(NamedTuple):
+    """Rows of a micro-batch that one worker generates in one call."""
+
+    microbatch: MicroBatch
+    rows: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -23,23 +32,34 @@ class GlobalStep:
     microbatches: tuple[MicroBatch, ...]
     denominator: float
     """Z of the loss, fixed here, before the first micro-batch (rule R11)."""
-    pending: deque[MicroBatch] = field(init=False)
+    kept_per_prompt: int
+    """Samples of a group that are trained unless a reward fails."""
+    pending: deque[Piece] = field(init=False)
+    shards: dict[int, list[Shard]] = field(default_factory=dict)
+    """Of micro-batches that several workers share, by index, until the last row is there."""
     unscored: deque[Rollout] = field(default_factory=deque)
     """SQ, the scoring queue."""
     ready: dict[int, ScoredRollout] = field(default_factory=dict)
-    """UQ, the update queue, by index of micro-batch."""
+    """UQ, the update queue, by index of micro-batch; `keep` marks the rows that nobody has begun to train."""
+    untrained: dict[int, int] = field(default_factory=dict)
+    """Rows of each scored micro-batch that are to be trained and are not trained yet, by index."""
     num_trained: int = 0
+    """Micro-batches of which all rows are trained."""
     num_assisted: int = 0
-    """Micro-batches that the trainer generated."""
+    """Pieces that the trainer generated."""
+    helpers: set[str] = field(default_factory=set)
+    """Generators with gradients of this step that they have not handed over."""
+    handed: list[Ref] = field(default_factory=list)
+    """Gradients that generators handed over."""
     num_samples: int = field(init=False)
     num_stale: int = 0
-    """Samples started under older weights than the step's own."""
+    """Samples started under older weights than are due."""
     gap_noted: bool = False
     results: dict[int, tuple[ScoredRollout, Scores]] = field(default_factory=dict)
     stats: dict[int, Stats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pending = deque(self.microbatches)
+        self.pending = deque(Piece(m, tuple(range(m.num_samples))) for m in self.microbatches)
         self.num_samples = sum(m.num_samples for m in self.microbatches)
 
     @property
@@ -50,23 +70,85 @@ class GlobalStep:
     def all_trained(self) -> bool:
         return self.num_trained == len(self.microbatches)
 
+    @property
+    def untaken(self) -> int:
+        """Rows to train that nobody has begun to train, those that are still to be generated included."""
+        unscored = (self.kept(m) for m in self.microbatches if m.index not in self.results)
+        return sum(unscored) + sum(sum(scored.keep) for scored in self.ready.values())
+
+    def kept(self, microbatch: MicroBatch) -> int:
+        return len(microbatch.prompts) * self.kept_per_prompt
+
     def scored_in_order(self) -> list[tuple[ScoredRollout, Scores]]:
         """What was scored so far, by index of micro-batch and not by time."""
         return [self.results[index] for index in sorted(self.results)]
 
+    # Forward through the queues --------------------------------------------------------------------------------------
+
+    def take_pending(self, rows: int) -> Piece:
+        """The next micro-batch, or its first `rows` rows."""
+        microbatch, pending = self.pending.popleft()
+        if rows < len(pending):
+            self.pending.appendleft(Piece(microbatch, pending[rows:]))
+        return Piece(microbatch, pending[:rows])
+
+    def generated(self, piece: Rollout) -> None:
+        """Into SQ when its micro-batch is complete: groups are judged as a whole."""
+        microbatch = piece.microbatch
+        shards = self.shards.setdefault(microbatch.index, [])
+        shards += piece.shards
+        if sum(len(shard.rows) for shard in shards) == microbatch.num_samples:
+            del self.shards[microbatch.index]
+            self.unscored.append(replace(piece, shards=tuple(sorted(shards, key=lambda shard: shard.rows))))
+
+    def scored(self, scored: ScoredRollout, scores: Scores) -> None:
+        index = scored.rollout.microbatch.index
+        self.ready[index] = scored
+        self.untrained[index] = sum(scored.keep)
+        self.results[index] = scored, scores
+
+    def take_ready(self, rows: int) -> ScoredRollout:
+        """The micro-batch of the smallest index that is ready, or its first `rows` rows that are to be trained."""
+        index = min(self.ready)
+        scored = self.ready.pop(index)
+        kept = [row for row, keep in enumerate(scored.keep) if keep]
+        if rows >= len(kept):
+            return scored
+        first = set(kept[:rows])
+        self.ready[index] = replace(scored, keep=tuple(k and row not in first for row, k in enumerate(scored.keep)))
+        return replace(scored, keep=tuple(row in first for row in range(len(scored.keep))))
+
+    def trained(self, scored: ScoredRollout, stats: Stats) -> bool:
+        """Whether all rows of the micro-batch are trained now."""
+        index = scored.rollout.microbatch.index
+        self.untrained[index] -= sum(scored.keep)
+        self.stats[index] = merge_stats(self.stats.get(index, {}), stats)
+        done = self.untrained[index] == 0 and index not in self.ready
+        self.num_trained += done
+        return done
+
+    # Facts for policies ----------------------------------------------------------------------------------------------
+
     def num_allowed(self, staleness: StalenessPolicy, version: Version) -> int:
         """How many more of the pending micro-batches may be generated under `version`."""
         stale, count = self.num_stale, 0
-        for microbatch in self.pending:
-            if not staleness.allows(microbatch, version, stale, self.num_samples):
+        for piece in self.pending:
+            if not staleness.allows(piece.microbatch, version, stale, self.num_samples):
                 break
-            stale, count = stale + microbatch.num_samples, count + 1
+            stale, count = stale + piece.microbatch.num_samples, count + 1
         return count
 
     def bubble(
-        self, trainer: str, generators: tuple[Activity, ...], *, max_in_flight: int, ahead: int = 0, naive: bool = False
+        self,
+        trainer: Activity,
+        generators: tuple[Activity, ...],
+        *,
+        max_in_flight: int,
+        ahead: int = 0,
+        naive: bool = False,
     ) -> Bubble:
         """The facts of a bubble of this step."""
+        first = self.microbatches[0]
         return Bubble(
             step=self.index,
             num_microbatches=len(self.microbatches),
@@ -80,4 +162,11 @@ class GlobalStep:
             max_in_flight=max_in_flight,
             ahead=ahead,
             naive=naive,
+            rows=first.num_samples,
+            kept=self.kept(first),
+            pending_rows=sum(len(piece.rows) for piece in self.pending),
+            next_rows=len(self.pending[0].rows) if self.pending else 0,
+            unscored_rows=sum(m.num_samples for m in self.microbatches if m.index not in self.results),
+            untaken=self.untaken,
+            next_ready=sum(self.ready[min(self.ready)].keep) if self.ready else 0,
         )

@@ -24,6 +24,7 @@ from digen.engines.base import WorkerGroup
 from digen.errors import WorkerError
 from digen.observe.base import StepRow
 from digen.types import (
+    Decision,
     MicroBatch,
     Prompt,
     Published,
@@ -105,7 +106,8 @@ class SimulatedGroup:
 
     Generators and trainer alike: a trainer's `generate` is an assist, its `sync` is optimizer step and push together.
     `reward(prompt, sample, value)` gives a row's reward, `value` being what was generated for it; `alter` changes what
-    a method returns on a rank, by the method's name.
+    a method returns on a rank, by the method's name. `generate` and `update` are for a whole micro-batch of which all
+    samples are trained; a part of it takes its part.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class SimulatedGroup:
         assert not self._busy, f"{self.name} was asked to {method} while it was at work"
         self._busy, start = True, anyio.current_time()
         try:
-            await _sleep(self.seconds.get(method, 0.0), args)
+            await _sleep(self.seconds.get(method, 0.0), args, _share(method, args))
             self._fail_if_told(method, args)
             values = tuple(self._on_rank(method, rank, args) for rank in range(self.world_size))
         finally:
@@ -169,9 +171,9 @@ class SimulatedGroup:
         value = getattr(self, f"_{method}")(rank, *args)
         return self.alter[method](value) if method in self.alter else value
 
-    def _generate(self, rank: int, microbatch: MicroBatch, version: int) -> Shard:
+    def _generate(self, rank: int, microbatch: MicroBatch, version: int, asked: tuple[int, ...]) -> Shard:
         assert version == self.version, f"{self.name} has version {self.version}, was asked to generate under {version}"
-        rows = microbatch.rows(rank, self.world_size)
+        rows = asked[rank :: self.world_size]
         values = {row: identity_value(microbatch, row) + self.weights for row in rows}
         return Shard(rows, self.store.put("trajectory", values), self.store.put("media", values))
 
@@ -192,6 +194,14 @@ class SimulatedGroup:
         rows = [row for row in scored.rollout.microbatch.rows(rank, self.world_size) if scored.keep[row]]
         self._gradient += [scored.advantages[row] * values[row] / denominator for row in rows]
         return {"ratio": Stat(float(len(rows)), len(rows), 1.0, 1.0)} if rows else {}
+
+    def _hand_gradients(self, rank: int) -> Ref:
+        gradient, self._gradient = self._gradient if rank == 0 else [], []
+        return self.store.put("gradients", gradient)
+
+    def _add_gradients(self, rank: int, handed: Ref) -> None:
+        if rank == 0:
+            self._gradient += self.store.get(handed)
 
     def _optimizer_step(self, rank: int, gradient_scale: float) -> StepReport:
         if rank == 0:
@@ -226,9 +236,20 @@ def identity_value(microbatch: MicroBatch, row: int) -> float:
     return random.Random(f"{microbatch.seed}/{microbatch.step}/{prompt.id}/{sample}").random()  # noqa: S311 - no secret
 
 
-async def _sleep(seconds: Seconds, args: tuple[Any, ...]) -> None:
+def _share(method: str, args: tuple[Any, ...]) -> float:
+    """Which part of a micro-batch a call is about."""
+    if method == "generate":
+        microbatch, _, rows = args
+        return len(rows) / int(microbatch.num_samples)
+    if method == "accumulate":
+        keep: tuple[bool, ...] = args[0].keep
+        return sum(keep) / len(keep)
+    return 1.0
+
+
+async def _sleep(seconds: Seconds, args: tuple[Any, ...], share: float) -> None:
     """Wait until a whole nanosecond, so that sums of costs that are equal on paper are one instant here."""
-    if (duration_s := seconds(*args) if callable(seconds) else seconds) > 0:
+    if (duration_s := share * (seconds(*args) if callable(seconds) else seconds)) > 0:
         await anyio.sleep_until(round(anyio.current_time() + duration_s, 9))
 
 
@@ -237,11 +258,15 @@ class Recorder:
     """An observer that keeps everything."""
 
     spans: list[Span] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     rows: list[StepRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def on_span(self, span: Span) -> None:
         self.spans.append(span)
+
+    def on_decision(self, decision: Decision) -> None:
+        self.decisions.append(decision)
 
     def on_step(self, row: StepRow) -> None:
         self.rows.append(row)

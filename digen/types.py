@@ -147,7 +147,8 @@ class Published:
     fingerprint: str
 
 
-SpanKind = Literal["load", "generate", "assist", "score", "update", "sync", "pull", "save"]
+SpanKind = Literal["load", "generate", "assist", "score", "update", "help", "reduce", "sync", "pull", "save"]
+"""assist: the trainer generates. help: a generator accumulates gradients; reduce: it hands them to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +162,18 @@ class Span:
     version: Version
     start: float
     end: float
+    rows: int = 0
+    """Samples that the work is about; 0 where it is about none (load, reduce, sync, pull, save)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy chose for one bubble, to be held against what happened. Times in s since the run's start."""
+
+    step: int
+    worker: str
+    at: float
+    rows: int
+    """Samples that the worker takes over now; 0: the bubble is skipped."""
+    predicted_end: float | None
+    """When the step's sync ends if it goes as planned; None: the policy does not say."""

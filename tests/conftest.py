@@ -64,7 +64,9 @@ def make_scored() -> Callable[..., ScoredRollout]:
     from digen import credit
 
     def make(config: RunConfig[Any], worker: Any, microbatch: MicroBatch, version: int = 0) -> ScoredRollout:
-        rollout = Rollout(microbatch, version, (worker.generate(microbatch, version),), "worker")
+        rollout = Rollout(
+            microbatch, version, (worker.generate(microbatch, version, tuple(range(microbatch.num_samples))),), "worker"
+        )
         rewards = [float((7 * row) % 5) for row in range(microbatch.num_samples)]
         return credit.credit(rollout, rewards, config.algorithm)
 

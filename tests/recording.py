@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save_file
 
+from digen.backends.generation.diffusers import DiffusersGenerator
 from digen.backends.training.fsdp import FsdpTrainer
 from digen.backends.training.local import LocalTrainer
 from digen.types import ScoredRollout
@@ -27,10 +28,12 @@ class Recorded:
     def accumulate(self, scored: ScoredRollout, *args: Any, **kwargs: Any) -> Any:
         microbatch = scored.rollout.microbatch
         if self.context.rank == 0:
-            with self._file("samples.txt").open("a") as lines:
-                for shard in scored.rollout.shards:
+            with self._file(f"samples-{self.context.group}.txt").open("a") as lines:
+                for shard in filter(lambda s: s.rows, scored.rollout.shards):
                     tensors = self.context.store.get(shard.trajectory)
                     for k, row in enumerate(shard.rows):
+                        if not scored.keep[row]:
+                            continue
                         prompt, sample = microbatch.identity(row)
                         digest = hashlib.sha256(tensors["latents"][k, 0].numpy().tobytes()).hexdigest()
                         lines.write(f"{microbatch.step} {prompt.id} {sample} {scored.rollout.version} {digest}\n")
@@ -45,6 +48,10 @@ class Recorded:
 
 class RecordedLocal(Recorded, LocalTrainer):
     """`local`, recorded."""
+
+
+class RecordedGenerator(Recorded, DiffusersGenerator):
+    """`diffusers`, recorded: what it trains for the trainer."""
 
 
 class RecordedFsdp(Recorded, FsdpTrainer):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from digen.schedule import bts
 from digen.schedule.bts import Bts, Generator, State, WorkCosts, lower_bound, search
 from digen.schedule.costs import Costs
-from digen.schedule.tag import Activity, Bubble
+from digen.schedule.tag import Activity, Bubble, Choice
 from digen.testing import Recorder, SimulatedGroup, simulated_config, simulated_driver, virtual_run
+from digen.types import Span, SpanKind
 
 G = 10**9
 """One second, in the nanoseconds of a plan."""
@@ -213,12 +214,18 @@ class Step:
         return driver
 
     def costs(self) -> Costs:
-        means: dict[Any, tuple[float, int]] = {("trainer", "assist"): (self.assist / 1000, 1)}
-        means |= {("trainer", "update"): (self.update / 1000, 1), ("trainer", "sync"): (self.sync / 1000, 1)}
+        return Costs.of(self.measured())
+
+    def measured(self) -> list[Span]:
+        def span(worker: str, kind: SpanKind, milliseconds: int) -> Span:
+            return Span(kind, worker, 0, 0, 0, 0.0, milliseconds / 1000)
+
+        spans = [span("trainer", "assist", self.assist), span("trainer", "update", self.update)]
+        spans.append(span("trainer", "sync", self.sync))
         for k, generate in enumerate(self.generate):
-            means |= {(f"g{k}", "generate"): (generate / 1000, 1), (f"g{k}", "score"): (self.score / 1000, 1)}
-            means |= {(f"g{k}", "pull"): (self.pull / 1000, 1)}
-        return Costs(means)
+            spans += [span(f"g{k}", "generate", generate), span(f"g{k}", "score", self.score)]
+            spans.append(span(f"g{k}", "pull", self.pull))
+        return spans
 
     def predicted_s(self, first: Generator | None = None) -> float:
         whole = work_costs(self.generate, self.assist, self.update, self.score, self.sync, self.max_in_flight)
@@ -263,11 +270,11 @@ class Watched:
     ends: list[tuple[int, float]] = field(default_factory=list)
     """Of which step, and when."""
 
-    def assists(self, bubble: Bubble, costs: Costs) -> bool:
-        plan = Bts().plan(bubble, costs)
-        assert plan is not None
-        self.ends.append((bubble.step, anyio.current_time() + plan.latency / G))
-        return plan.decisions[0]
+    def choose(self, bubble: Bubble, costs: Costs) -> Choice:
+        choice = Bts().choose(bubble, costs)
+        assert choice.latency_s is not None
+        self.ends.append((bubble.step, anyio.current_time() + choice.latency_s))
+        return choice
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -322,28 +329,25 @@ def test_with_updates_in_order_a_run_ends_though_another_one_may_be_ready_in_a_b
 
 def test_while_a_cost_is_unknown_the_first_bubble_of_a_step_is_filled_and_no_other() -> None:
     step = Step(4, (100,), 100, 30)
-    known = dict(step.costs().means)
     for unknown in (("g0", "generate"), ("g0", "score"), ("trainer", "assist"), ("trainer", "update")):
-        costs = Costs({key: mean for key, mean in known.items() if key != unknown})
-        assert [Bts().assists(bubble(assisted=n), costs) for n in (0, 1)] == [True, False]
+        costs = Costs.of(span for span in step.measured() if (span.worker, span.kind) != unknown)
+        assert [Bts().choose(bubble(assisted=n), costs) for n in (0, 1)] == [Choice(2), Choice(0)]
         assert Bts().plan(bubble(), costs) is None
     assert Bts().plan(bubble(), step.costs()) is not None
 
 
 def test_a_pull_that_is_due_must_be_measured_first() -> None:
-    means = dict(Step(4, (100,), 100, 30).costs().means)
-    del means["g0", "pull"]
-    assert Bts().plan(bubble(), Costs(means)) is not None
-    assert Bts().plan(bubble(Activity("g0", "generate", pulls=True)), Costs(means)) is None
-    assert Bts().plan(bubble(Activity("g0", "pull")), Costs(means)) is None
+    costs = Costs.of(span for span in Step(4, (100,), 100, 30).measured() if span.kind != "pull")
+    assert Bts().plan(bubble(), costs) is not None
+    assert Bts().plan(bubble(Activity("g0", "generate", pulls=True)), costs) is None
+    assert Bts().plan(bubble(Activity("g0", "pull")), costs) is None
 
 
 def test_a_generator_that_never_did_a_kind_of_work_is_taken_for_the_mean_of_the_others() -> None:
-    means = dict(Step(4, (100, 300, 200), 100, 30, score=10).costs().means)
+    measured = Step(4, (100, 300, 200), 100, 30, score=10).measured()
     doing = [Activity(f"g{k}", "generate") for k in range(3)]
-    whole = Bts().plan(bubble(*doing), Costs(means))
-    del means["g2", "generate"], means["g1", "score"]
-    assert Bts().plan(bubble(*doing), Costs(means)) == whole
+    rest = [span for span in measured if (span.worker, span.kind) not in {("g2", "generate"), ("g1", "score")}]
+    assert Bts().plan(bubble(*doing), Costs.of(rest)) == Bts().plan(bubble(*doing), Costs.of(measured))
 
 
 def test_work_that_takes_longer_than_its_mean_is_expected_to_end_now() -> None:
@@ -370,7 +374,8 @@ def test_a_bubble_in_which_another_ones_turn_is_waited_for_is_decided_as_it_is()
 def bubble(*generators: Activity, assisted: int = 0) -> Bubble:
     doing = generators or (Activity("g0", "generate"),)
     others = 4 - len(doing)
-    return Bubble(0, 4, others, 0, 0, 0, assisted, "trainer", doing, len(doing) + 1, 0, naive=False)
+    limit = len(doing) + 1
+    return Bubble(0, 4, others, 0, 0, 0, assisted, Activity("trainer"), doing, limit, 0, naive=False, next_rows=2)
 
 
 # How good, and how fast

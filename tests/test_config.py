@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from digen import schema
 from digen.algos.dancegrpo import DanceGRPO
 from digen.algos.flowgrpo import FlowGRPO
-from digen.config import RunConfig
+from digen.config import RunConfig, doubts
 from digen.errors import ConfigError
 from digen.settings import (
     dump_yaml,
@@ -32,6 +32,34 @@ def run_with(**settings: object) -> RunConfig[FlowGRPO]:
 
 def values(text: str) -> dict[tuple[str, ...], object]:
     return {s.path: s.value for s in from_file(text, "file.yaml") if s.value != {}}
+
+
+# --- what cannot be had together ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"schedule": {"assist": "both", "mode": "naive"}}, "assist=both needs schedule.mode=pipelined, got naive"),
+        ({"schedule": {"assist": "generator", "ordered": True}}, "ordered=true needs one worker that accumulates"),
+        ({"trainer": {"updates_per_rollout": 2}, "steps": 3}, "steps=3 must be a multiple of .*rollout=2"),
+        ({"trainer": {"updates_per_rollout": 2}, "steps": 4, "checkpoint": {"every": 1}}, "every=1 must be a multiple"),
+        (
+            {"trainer": {"updates_per_rollout": 2}, "steps": 2, "algorithm": {"old_log_prob": "replay"}},
+            "updates_per_rollout=2 needs algorithm.old_log_prob=rollout, got replay",
+        ),
+    ],
+)
+def test_what_cannot_be_had_together_is_said_with_both_values(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        run_with(**settings)
+
+
+def test_assist_may_be_had_with_tag_but_a_person_is_told_that_tag_is_not_asked() -> None:
+    assert doubts(run_with(schedule={"assist": "both", "tag": "bts"})) == [
+        "schedule.assist=both decides when the trainer generates, not tag=bts"
+    ]
+    assert not doubts(run_with(schedule={"assist": "generator", "tag": "bts"}))
 
 
 # --- values (P59) ---

@@ -15,7 +15,7 @@ from anyio.lowlevel import checkpoint
 
 from digen.errors import ConfigError, DivergedError, RewardError, SyncError, WorkerDied, WorkerError
 from digen.inflight import InFlight, Work
-from digen.schedule.tag import Bubble
+from digen.schedule.tag import Bubble, Choice
 from digen.testing import (
     Fault,
     Recorder,
@@ -169,9 +169,9 @@ def test_a_policy_is_asked_once_per_bubble_and_told_what_everybody_does() -> Non
     asked: list[Bubble] = []
 
     class Curious:
-        def assists(self, bubble: Bubble, costs: object) -> bool:
+        def choose(self, bubble: Bubble, costs: object) -> Choice:
             asked.append(bubble)
-            return False
+            return Choice(0)
 
     generators = [SimulatedGroup(f"g{k}", generate=1.0 + k / 4, score=0.125) for k in range(2)]
     trainer = SimulatedGroup("trainer", update=0.125)
@@ -189,8 +189,8 @@ def test_measured_costs_are_there_for_the_policy() -> None:
     generators, trainer = [SimulatedGroup("g0", generate=1.5)], SimulatedGroup("trainer", update=0.5)
     driver = simulated_driver(simulated_config(), generators, trainer, Recorder())
     virtual_run(driver.run)
-    assert driver.costs.mean("g0", "generate") == pytest.approx(1.5)
-    assert driver.costs.mean("trainer", "update") == pytest.approx(0.5)
+    assert driver.costs.seconds("g0", "generate", 2) == pytest.approx(1.5)
+    assert driver.costs.seconds("trainer", "update", 2) == pytest.approx(0.5)
 
 
 # Versions: P17, P18, P19, P21, P22, P24
@@ -349,7 +349,7 @@ def test_the_trainer_takes_the_smallest_index_that_is_ready() -> None:
 
 
 def test_ordered_updates_wait_for_their_turn_and_others_do_not() -> None:
-    def slow_first(batch: MicroBatch, version: int) -> float:
+    def slow_first(batch: MicroBatch, *_: object) -> float:
         return 4.0 if batch.index == 0 else 1.0
 
     free, ordered = (Case(t=0.5, replicas=2, g=slow_first, ordered=o) for o in (False, True))

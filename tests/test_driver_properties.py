@@ -15,8 +15,8 @@ from digen.schedule.staleness import StalenessPolicy
 from digen.testing import Fault, Recorder, SimulatedGroup, simulate, simulated_config
 from digen.types import MicroBatch, Span
 
-STEPS = 3
-SAMPLES = 2
+STEPS = 4
+SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Plan:
     replicas: int
     staleness: float
     tag: str
+    assist: str
+    updates_per_rollout: int
     ordered: bool
     max_in_flight: int | None
     seed: int
@@ -52,15 +54,18 @@ class Plan:
     def run(self) -> "Outcome":
         trainer = self.group(0)
         generators = [self.group(1 + k) for k in range(self.replicas)] if self.mode != "colocated" else []
+        shares = self.assist if self.mode == "pipelined" else "none"
         schedule = {
             "mode": self.mode,
             "prompts_per_microbatch": self.per_microbatch,
             "staleness": self.staleness if self.mode == "pipelined" else 0.0,
-            "tag": self.tag if self.mode != "colocated" else "none",
-            "ordered": self.ordered,
+            "tag": self.tag if self.mode != "colocated" and shares == "none" else "none",
+            "assist": shares,
+            "ordered": self.ordered and shares == "none",
             "max_in_flight": self.max_in_flight,
         }
-        config = simulated_config(steps=STEPS, samples_per_prompt=SAMPLES, schedule=schedule)
+        updates = {"updates_per_rollout": self.updates_per_rollout}
+        config = simulated_config(steps=STEPS, samples_per_prompt=SAMPLES, schedule=schedule, trainer=updates)
         seen = simulate(config, generators, trainer, prompts_per_step=self.num_prompts)
         return Outcome(self, seen, generators, trainer)
 
@@ -80,8 +85,16 @@ class Outcome:
         b = math.ceil(self.plan.num_prompts / self.plan.per_microbatch)
         return {(step, index) for step in range(STEPS) for index in range(b)}
 
-    def generated(self) -> list[MicroBatch]:
-        return [call.args[0] for group in (*self.generators, self.trainer) for call in group.asked("generate")]
+    @property
+    def shares(self) -> str:
+        return self.plan.assist if self.plan.mode == "pipelined" else "none"
+
+    def generated(self) -> list[tuple[MicroBatch, tuple[int, ...]]]:
+        calls = [call for group in (*self.generators, self.trainer) for call in group.asked("generate")]
+        return [(call.args[0], call.args[2]) for call in calls]
+
+    def due(self, step: int) -> int:
+        return step - step % self.plan.updates_per_rollout
 
 
 plans = st.builds(
@@ -92,6 +105,8 @@ plans = st.builds(
     replicas=st.integers(1, 4),
     staleness=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     tag=st.sampled_from(["none", "static(1)", "static(3)", "bts"]),
+    assist=st.sampled_from(["none", "none", "trainer", "generator", "both"]),
+    updates_per_rollout=st.sampled_from([1, 1, 2, 4]),
     ordered=st.booleans(),
     max_in_flight=st.sampled_from([None, 1, 2]),
     seed=st.integers(0, 10**6),
@@ -100,42 +115,58 @@ plans = st.builds(
 )
 
 
-def every_micro_batch_goes_once_through_each_stage(o: Outcome) -> None:
-    for kinds in (("generate", "assist"), ("score",), ("update",)):
-        assert Counter((s.step, s.index) for s in o.spans(*kinds)) == Counter(o.all_microbatches), kinds
+def every_sample_goes_once_through_each_stage(o: Outcome) -> None:
+    last = o.plan.num_prompts - (math.ceil(o.plan.num_prompts / o.plan.per_microbatch) - 1) * o.plan.per_microbatch
+    sizes = {(s, i): SAMPLES * min(o.plan.per_microbatch, o.plan.num_prompts) for s, i in o.all_microbatches}
+    sizes |= {
+        (s, i): SAMPLES * last for s, i in o.all_microbatches if (i + 1) * o.plan.per_microbatch >= o.plan.num_prompts
+    }
+    for kinds in (("generate", "assist"), ("score",), ("update", "help")):
+        rows: Counter[tuple[int, int]] = Counter()
+        for span in o.spans(*kinds):
+            rows[span.step, span.index] += span.rows
+        assert rows == sizes, kinds
+    if o.shares == "none":
+        assert all(span.rows == sizes[span.step, span.index] for span in o.spans("generate", "assist", "update"))
 
 
 def stages_follow_one_another(o: Outcome) -> None:
     ends: dict[tuple[int, int], float] = {}
-    for kinds in (("generate", "assist"), ("score",), ("update",)):
+    for kinds in (("generate", "assist"), ("score",), ("update", "help")):
         for span in o.spans(*kinds):
             assert span.start >= ends.get((span.step, span.index), 0.0)
-            ends[span.step, span.index] = span.end
+        for span in o.spans(*kinds):
+            ends[span.step, span.index] = max(span.end, ends.get((span.step, span.index), 0.0))
 
 
 def updates_of_a_step_lie_between_two_optimizer_steps(o: Outcome) -> None:
-    calls = [call for call in o.trainer.calls if call.method in ("accumulate", "optimizer_step")]
-    step = 0
-    for call in calls:
-        if call.method == "optimizer_step":
-            step += 1
-        else:
-            assert call.args[0].rollout.microbatch.step == step
-    lasts = [call.args[3] for call in calls if call.method == "accumulate"]
-    assert lasts == ([False] * (len(lasts) // STEPS - 1) + [True]) * STEPS
+    syncs = {span.step: span for span in o.spans("sync")}
+    for span in o.spans("update", "help", "reduce"):
+        assert span.end <= syncs[span.step].start
+        assert span.step == 0 or span.start >= syncs[span.step - 1].end
+    if o.shares in ("none", "trainer"):
+        lasts = [call.args[3] for call in o.trainer.asked("accumulate")]
+        assert lasts == ([False] * (len(lasts) // STEPS - 1) + [True]) * STEPS
 
 
-def versions_lag_by_one_at_most_and_within_the_share(o: Outcome) -> None:
+def a_generator_helps_only_when_told_to_and_under_the_trainers_weights(o: Outcome) -> None:
+    assert not o.spans("help", "reduce") or o.shares in ("generator", "both")
+    helped = {(s.worker, s.step) for s in o.spans("help")}
+    assert {(s.worker, s.step) for s in o.spans("reduce")} == helped
+    assert all(step == o.due(step) for _, step in helped)
+
+
+def versions_lag_by_one_rollout_at_most_and_within_the_share(o: Outcome) -> None:
     policy = StalenessPolicy(o.plan.staleness if o.plan.mode == "pipelined" else 0.0)
     for step, row in enumerate(o.seen.rows):
         assert row["stale_share"] <= policy.share + 1e-9
         versions = {s.version for s in o.spans("generate", "assist") if s.step == step}
-        assert versions <= {step, step - policy.lag}
+        assert versions <= {o.due(step), o.due(step) - policy.lag * o.plan.updates_per_rollout}
 
 
 def one_version_goes_with_a_micro_batch_from_first_to_last(o: Outcome) -> None:
     made = {(s.step, s.index): s.version for s in o.spans("generate", "assist")}
-    assert all(made[s.step, s.index] == s.version for s in o.spans("score", "update"))
+    assert all(made[s.step, s.index] == s.version for s in o.spans("generate", "assist", "score", "update", "help"))
 
 
 def one_call_at_a_time_per_group(o: Outcome) -> None:
@@ -152,6 +183,8 @@ def generation_is_bounded(o: Outcome) -> None:
 
 def assists_are_bounded_and_no_score_was_under_way(o: Outcome) -> None:
     limit = {"none": 0, "static(1)": 1, "static(3)": 3, "bts": o.plan.num_prompts}[o.plan.tag]
+    if o.shares != "none":
+        limit = 0 if o.shares == "generator" else o.plan.num_prompts * SAMPLES
     assists = o.spans("assist")
     assert all(count <= limit for count in Counter(s.step for s in assists).values())
     scores = o.spans("score")
@@ -164,18 +197,17 @@ def nothing_is_left_behind(o: Outcome) -> None:
 
 
 def the_samples_are_the_same_in_every_schedule(o: Outcome) -> None:
-    made = Counter(
-        (b.step, b.identity(row)[0].id, b.identity(row)[1]) for b in o.generated() for row in range(b.num_samples)
-    )
+    made = Counter((b.step, b.identity(row)[0].id, b.identity(row)[1]) for b, rows in o.generated() for row in rows)
     n = o.plan.num_prompts
     assert made == Counter((step, step * n + p, k) for step in range(STEPS) for p in range(n) for k in range(SAMPLES))
 
 
 INVARIANTS = [
-    every_micro_batch_goes_once_through_each_stage,
+    every_sample_goes_once_through_each_stage,
     stages_follow_one_another,
     updates_of_a_step_lie_between_two_optimizer_steps,
-    versions_lag_by_one_at_most_and_within_the_share,
+    a_generator_helps_only_when_told_to_and_under_the_trainers_weights,
+    versions_lag_by_one_rollout_at_most_and_within_the_share,
     one_version_goes_with_a_micro_batch_from_first_to_last,
     one_call_at_a_time_per_group,
     generation_is_bounded,
@@ -197,6 +229,7 @@ def test_every_schedule_keeps_every_invariant_and_ends(plan: Plan) -> None:
 @given(plans, plans)
 def test_two_synchronous_schedules_of_the_same_prompts_train_the_same_weights(one: Plan, other: Plan) -> None:
     same = {**vars(other), "num_prompts": one.num_prompts, "staleness": 0.0}
+    same["updates_per_rollout"] = one.updates_per_rollout
     first = Plan(**{**vars(one), "staleness": 0.0}).run()
     second = Plan(**same).run()
     assert first.trainer.weights == pytest.approx(second.trainer.weights, abs=1e-15)

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from digen.observe.files import read_rows, read_spans
 from digen.presets import resolve
 from digen.run import run
+from digen.schedule.share import Share
+from digen.schedule.tag import Choice
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-6
@@ -57,6 +59,7 @@ def train(folder: Path, *overrides: str) -> Path:
         "schedule.mode=naive",
         "trainer.tsp=1",
         f"trainer.backend={HERE}/recording.py:RecordedLocal",
+        f"generator.backend={HERE}/recording.py:RecordedGenerator",
         "trainer.optimizer=sgd",
         "trainer.learning_rate=0.3",
         "trainer.weight_decay=0",
@@ -81,7 +84,8 @@ def reference_of_single_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples(folder: Path) -> list[str]:
-    return sorted((folder / "recorded" / "samples.txt").read_text().splitlines())
+    files = (folder / "recorded").glob("samples-*.txt")
+    return sorted(line for file in files for line in file.read_text().splitlines())
 
 
 def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -90,11 +94,11 @@ def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return (difference / sum(float(b[n].double().square().sum()) for n in b)) ** 0.5
 
 
-def assert_same(folder: Path, reference: Path) -> None:
+def assert_same(folder: Path, reference: Path, tolerance: float = TOLERANCE) -> None:
     assert samples(folder) == samples(reference)
     for step in range(3):
         name = f"recorded/gradient-{step}.safetensors"
-        assert relative(load_file(folder / name), load_file(reference / name)) <= TOLERANCE, f"step {step}"
+        assert relative(load_file(folder / name), load_file(reference / name)) <= tolerance, f"step {step}"
     weights = [load_file(next(f.glob("checkpoints/*/weights.safetensors"))) for f in (folder, reference)]
     assert max(float((weights[0][n] - weights[1][n]).abs().max()) for n in weights[0]) <= 1e-5
     rows = [read_rows(f / "metrics.jsonl") for f in (folder, reference)]
@@ -113,6 +117,54 @@ def test_the_reference_really_learns_something(reference: Path) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_in_one_process_every_schedule_learns_the_same(name: str, reference: Path, tmp_path: Path) -> None:
     assert_same(train(tmp_path / "run", *QUICK[name]), reference)
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody takes half of every micro-batch, whatever it costs: pieces everywhere, on every worker that may."""
+    monkeypatch.setattr(Share, "generate", lambda _self, _name, bubble, _costs: (bubble.next_rows + 1) // 2)
+    monkeypatch.setattr(Share, "choose", lambda _self, bubble, _costs: Choice((bubble.next_rows + 1) // 2))
+    monkeypatch.setattr(Share, "update", lambda _self, _name, bubble, _costs: (bubble.next_ready + 1) // 2)
+
+
+def assert_shared(folder: Path, assist: str, reference: Path) -> None:
+    """Same samples and weights as the reference, in pieces, by both sides where they may."""
+    assert_same(folder, reference)
+    spans = read_spans(folder / "events.jsonl")
+    for kinds in ({"generate", "assist"}, {"update", "help"}):
+        assert sum(s.kind in kinds for s in spans) > 3 * 4
+    kinds = {s.kind for s in spans}
+    assert (
+        kinds & {"assist", "help"} == {"trainer": {"assist"}, "generator": {"help"}, "both": {"assist", "help"}}[assist]
+    )
+
+
+@pytest.mark.parametrize("assist", ["trainer", "generator", "both"])
+def test_sides_that_take_over_each_others_work_piece_by_piece_learn_the_same(
+    assist: str, halves: None, reference_of_single_rows: Path, tmp_path: Path
+) -> None:
+    rows = ["trainer.batch_size=1", "generator.batch_size=1", "generator.replicas=2"]
+    folder = train(tmp_path / "run", "schedule.mode=pipelined", "schedule.tag=none", f"schedule.assist={assist}", *rows)
+    assert_shared(folder, assist, reference_of_single_rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], ["trainer.lora={rank: 4}"]], ids=["full weights", "adapters"])
+def test_pieces_on_a_sharded_trainer_and_a_generator_of_two_ranks_learn_the_same(
+    lora: list[str], halves: None, tmp_path: Path
+) -> None:
+    rows = ["trainer.batch_size=1", "generator.batch_size=1", *lora]
+    ranks = [*PROCESSES["fsdp on two ranks"], "generator.ranks=2"]
+    folder = train(tmp_path / "run", "schedule.mode=pipelined", "schedule.assist=both", *rows, *ranks)
+    assert_shared(folder, "both", train(tmp_path / "local", *rows))
+
+
+def test_the_measured_costs_alone_make_idle_sides_share_and_nothing_else_changes(
+    reference: Path, tmp_path: Path
+) -> None:
+    folder = train(tmp_path / "run", "schedule.mode=pipelined", "schedule.assist=both", "generator.replicas=2")
+    assert_same(folder, reference, tolerance=1e-5)
+    assert {"assist", "help"} & {s.kind for s in read_spans(folder / "events.jsonl")}
 
 
 @pytest.mark.slow

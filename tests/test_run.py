@@ -186,6 +186,25 @@ def test_a_folder_that_is_no_run_and_a_run_without_weights_are_refused(tmp_path:
         start(tmp_path / "run")
 
 
+def test_p02_one_update_per_rollout_has_ratio_one_and_of_two_the_second_has_not_and_is_clipped(tmp_path: Path) -> None:
+    more = ["data.prompts_per_step=4", "trainer.learning_rate=1e-3", "algorithm.loss.clip=1e-4"]
+    start(tmp_path / "one", *more, "steps=3")
+    start(tmp_path / "two", *more, "steps=6", "trainer.updates_per_rollout=2")
+    one, two = (read_rows(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert (len(one), len(two)) == (3, 6)
+    assert all(row["weight_delta"] > 0 and row["stale_share"] == 0 for row in [*one, *two])
+    for row in [*one, *two[::2]]:
+        assert max(row["ratio/max_error"], row["ratio/high"] - 1, 1 - row["ratio/low"]) <= 1e-6
+        assert row["clip_fraction/mean"] == 0
+    for row in two[1::2]:
+        assert "ratio/max_error" not in row  # nothing of it is on-policy
+        assert row["ratio/high"] - row["ratio/low"] > 1e-5
+        assert row["clip_fraction/mean"] > 0
+    spans = read_spans(tmp_path / "two" / "events.jsonl")
+    assert all(s.version == s.step - s.step % 2 for s in spans if s.kind in {"generate", "assist"})
+    assert [s.version for s in spans if s.kind == "pull"] == [2, 4]
+
+
 def test_the_metrics_tell_an_on_policy_run_whose_ratio_is_one_from_one_with_stale_samples(tmp_path: Path) -> None:
     more = ["steps=4", "data.prompts_per_step=4", "trainer.learning_rate=1e-3", "algorithm.loss.clip=1e-4"]
     start(tmp_path / "fresh", *more)

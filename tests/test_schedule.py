@@ -17,7 +17,7 @@ from digen.schedule.costs import Costs
 from digen.schedule.staleness import StalenessPolicy
 from digen.step import GlobalStep
 from digen.testing import simulated_config, simulated_prompts
-from digen.types import MicroBatch, Prompt, Ref, Rollout, ScoredRollout, Scores, Shard, Span, Stat, StepReport
+from digen.types import MicroBatch, Prompt, Ref, Rollout, ScoredRollout, Scores, Shard, Stat, StepReport
 
 NAN = math.nan
 REF = Ref("key", 1)
@@ -75,23 +75,23 @@ def test_width_zero_stacks_all_timesteps_of_a_batch_into_one_pass() -> None:
 
 
 def bubble(assisted: int) -> tag.Bubble:
-    step = GlobalStep(0, gap.cut(0, simulated_prompts(0, 6), 2, 1, 0), 1.0)
+    step = GlobalStep(0, gap.cut(0, simulated_prompts(0, 6), 2, 1, 0), 1.0, 2)
     step.num_assisted = assisted
-    return step.bubble("trainer", (), max_in_flight=1)
+    return step.bubble(tag.Activity("trainer"), (), max_in_flight=1)
 
 
 def test_static_tag_fills_the_first_n_bubbles_of_a_step_and_none_fills_none() -> None:
-    answers = [tag.parse("static(2)").assists(bubble(assisted), Costs()) for assisted in range(4)]
-    assert answers == [True, True, False, False]
-    assert not tag.parse("none").assists(bubble(0), Costs())
-    assert not tag.parse("static(0)").assists(bubble(0), Costs())
+    answers = [tag.parse("static(2)").choose(bubble(assisted), Costs()).rows for assisted in range(4)]
+    assert answers == [2, 2, 0, 0]
+    assert not tag.parse("none").choose(bubble(0), Costs()).rows
+    assert not tag.parse("static(0)").choose(bubble(0), Costs()).rows
 
 
 def test_a_bubble_counts_every_micro_batch_once() -> None:
-    step = GlobalStep(0, gap.cut(0, simulated_prompts(0, 6), 2, 1, 0), 1.0)
-    step.unscored.append(rollout_of(step.pending.popleft()))
+    step = GlobalStep(0, gap.cut(0, simulated_prompts(0, 6), 2, 1, 0), 1.0, 2)
+    step.unscored.append(rollout_of(step.pending.popleft().microbatch))
     step.num_trained = 1
-    facts = step.bubble("trainer", (), max_in_flight=1)
+    facts = step.bubble(tag.Activity("trainer"), (), max_in_flight=1)
     assert (facts.num_microbatches, facts.pending, facts.unscored, facts.updates_left) == (6, 5, 1, 5)
 
 
@@ -129,26 +129,6 @@ def test_share_zero_and_window_one_are_both_fully_synchronous(policy: StalenessP
     assert not policy.allows(microbatch(step=1), 0, 0, 1000)
 
 
-# Costs
-
-
-def span(kind: str, seconds: float, worker: str = "generator") -> Span:
-    return Span(kind, worker, 0, 0, 0, 10.0, 10.0 + seconds)  # type: ignore[arg-type]
-
-
-def test_costs_are_running_means_by_group_and_kind() -> None:
-    costs = Costs().add(span("generate", 1.0)).add(span("generate", 2.0)).add(span("score", 7.0))
-    assert costs.mean("generator", "generate") == pytest.approx(1.5)
-    assert costs.mean("generator", "score") == pytest.approx(7.0)
-    assert costs.mean("trainer", "generate") is None
-
-
-def test_a_costs_value_does_not_change_when_another_is_made_of_it() -> None:
-    before = Costs().add(span("generate", 1.0))
-    before.add(span("generate", 3.0))
-    assert before.mean("generator", "generate") == pytest.approx(1.0)
-
-
 # From ranks to groups
 
 
@@ -156,7 +136,7 @@ def test_a_rollout_is_refused_when_ranks_left_out_or_repeated_a_row() -> None:
     batch = microbatch(prompts=1, samples=3)
     for rows in ((0, 1), (0, 1, 1), (0, 1, 2, 3)):
         with pytest.raises(WorkerError, match=r"gen rank 0 failed in generate.*each of 0\.\.2 once"):
-            gather.rollout(batch, 0, [Shard(rows, REF, REF)], "gen")
+            gather.rollout(batch, 0, range(3), [Shard(rows, REF, REF)], "gen")
 
 
 def test_scores_of_ranks_are_put_together_by_row_and_not_by_place() -> None:
@@ -225,7 +205,7 @@ def facts(stats: dict[str, Stat], *rewards: float, version: int = 3) -> StepFact
     batch = replace(microbatch(step=3, prompts=len(rewards) // 2, samples=2))
     scored = credit.credit(rollout_of(batch, version=version), rewards, FlowGRPO(samples_per_prompt=2))
     scores = Scores(("ocr",), tuple(range(len(rewards))), tuple((r,) for r in rewards))
-    return StepFacts(3, [(scored, scores)], stats, REPORT, 20.0, 2.0, {"generator": 0.75})
+    return StepFacts(3, 3, [(scored, scores)], stats, REPORT, 20.0, 2.0, {"generator": 0.75})
 
 
 def test_a_row_has_the_documented_keys_and_values() -> None:
@@ -296,7 +276,7 @@ def test_a_log_prob_gap_that_is_no_number_is_a_complaint() -> None:
 
 
 def test_scored_micro_batches_are_read_in_index_order_whenever_they_came() -> None:
-    step = GlobalStep(0, gap.cut(0, (Prompt(0, "a"), Prompt(1, "b")), 1, 1, 0), 1.0)
+    step = GlobalStep(0, gap.cut(0, (Prompt(0, "a"), Prompt(1, "b")), 1, 1, 0), 1.0, 1)
     for batch in reversed(step.microbatches):
         scored = ScoredRollout(rollout_of(batch), (1.0,), (0.0,), (True,))
         step.results[batch.index] = (scored, Scores(("a",), (0,), ((1.0,),)))

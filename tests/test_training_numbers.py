@@ -218,10 +218,12 @@ def test_pushed_weights_arrive_bit_equal_and_change_the_samples(
     published = trainer.push(1)
     assert generator.pull(published) == published.fingerprint
     assert all(torch.equal(w, weights(trainer)[n]) for n, w in weights(generator).items())
-    after = Rollout(microbatch, 1, (generator.generate(microbatch, 1),), "generator")
+    after = Rollout(
+        microbatch, 1, (generator.generate(microbatch, 1, tuple(range(microbatch.num_samples))),), "generator"
+    )
     assert not torch.equal(store.get(after.shards[0].trajectory)["latents"], media)
     with pytest.raises(RuntimeError, match="version 0"):
-        generator.generate(microbatch, 0)
+        generator.generate(microbatch, 0, (0,))
 
 
 def test_the_replayed_old_log_prob_is_exactly_the_new_one_while_the_weights_are_the_same(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from digen.types import MicroBatch, Published, Rollout, ScoredRollout, Scores, Shard, Stats, StepReport, Version
+from digen.types import MicroBatch, Published, Ref, Rollout, ScoredRollout, Scores, Shard, Stats, StepReport, Version
 
 
 class GeneratorBackend(Protocol):
@@ -20,8 +20,8 @@ class GeneratorBackend(Protocol):
         """Load model and rewards; the first call, before anything else."""
         ...
 
-    def generate(self, microbatch: MicroBatch, version: Version) -> Shard:
-        """This rank's samples. Raises when the weights here are not of `version`."""
+    def generate(self, microbatch: MicroBatch, version: Version, rows: tuple[int, ...]) -> Shard:
+        """This rank's share of these rows of the micro-batch. Raises when the weights here are not of `version`."""
         ...
 
     def score(self, rollout: Rollout) -> Scores:
@@ -37,6 +37,18 @@ class GeneratorBackend(Protocol):
         ...
 
 
+class HelpingGenerator(GeneratorBackend, Protocol):
+    """A generator with autograd, which computes gradients for the trainer when idle (`schedule.assist`)."""
+
+    def accumulate(self, scored: ScoredRollout, tsp: int, denominator: float, last: bool) -> Stats:
+        """As the trainer's: the same gradient, wherever it is computed (rule R11)."""
+        ...
+
+    def hand_gradients(self) -> Ref:
+        """Where the gradients are that this rank accumulated since the last time; they are cleared here."""
+        ...
+
+
 class TrainerBackend(GeneratorBackend, Protocol):
     """Accumulates gradients and steps. It can generate and score too: that is TAG and the colocated mode."""
 
@@ -45,6 +57,10 @@ class TrainerBackend(GeneratorBackend, Protocol):
 
         `last` is True for the step's last micro-batch: sharded trainers reduce gradients only then.
         """
+        ...
+
+    def add_gradients(self, handed: Ref) -> None:
+        """Add what one rank of a generator handed over to the gradients here."""
         ...
 
     def optimizer_step(self, gradient_scale: float) -> StepReport:

@@ -45,10 +45,16 @@ class StepPrompts:
         rows = self._order(epoch)[place * self.prompts_per_step :][: self.prompts_per_step]
         return tuple(self.prompts[row] for row in rows)
 
-    def num_steps(self, steps: int | None, epochs: int | None) -> int:
-        """Global steps of a run that ends at whichever limit comes first. Raises ValueError when there is none."""
+    def num_steps(self, steps: int | None, epochs: int | None, per_rollout: int = 1) -> int:
+        """Global steps of a run that ends at whichever limit comes first, in whole rollouts of `per_rollout` steps.
+
+        Raises ValueError when there is no limit, DataError when not one rollout fits.
+        """
         limits = [steps, None if epochs is None else epochs * self.steps_per_epoch]
-        return min(limit for limit in limits if limit is not None)
+        limit = min(limit for limit in limits if limit is not None)
+        if limit < per_rollout:
+            raise DataError(f"{limit} global steps are less than one rollout of {per_rollout} (updates_per_rollout)")
+        return limit - limit % per_rollout
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:

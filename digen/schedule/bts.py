@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from digen.schedule.costs import Costs
-from digen.schedule.tag import Activity, Bubble
+from digen.schedule.tag import Activity, Bubble, Choice
 from digen.types import SpanKind
 
 NANOSECONDS = 1e9
@@ -143,9 +143,11 @@ class Bts:
 
     budget: float = BUDGET
 
-    def assists(self, bubble: Bubble, costs: Costs) -> bool:
+    def choose(self, bubble: Bubble, costs: Costs) -> Choice:
         plan = self.plan(bubble, costs)
-        return plan.decisions[0] if plan else bubble.assisted == 0
+        if plan is None:
+            return Choice(bubble.next_rows if bubble.assisted == 0 else 0)
+        return Choice(bubble.next_rows if plan.decisions[0] else 0, plan.latency / NANOSECONDS)
 
     def plan(self, bubble: Bubble, costs: Costs) -> Plan | None:
         """The rest of the step in nanoseconds; None while a cost that it depends on has not been measured."""
@@ -160,25 +162,27 @@ class Bts:
 
 
 def _measured(bubble: Bubble, costs: Costs) -> WorkCosts | None:
-    """Mean costs; a generator that has not done a kind of work yet is taken for the mean of those that have.
+    """Typical costs; a generator that has not done a kind of work yet is taken for the mean of those that have.
 
     A sync is the same in every plan, and a pull plays a role only if one is due: not measured, they are 0.
     """
     names = [activity.worker for activity in bubble.generators]
-    generate, score, pull = (_of_each(names, kind, costs) for kind in ("generate", "score", "pull"))
-    assist, update, sync = (costs.mean(bubble.trainer, kind) for kind in ("assist", "update", "sync"))
+    generate, score = (_of_each(names, kind, costs, bubble.rows) for kind in ("generate", "score"))
+    trainer = bubble.trainer.worker
+    assist, update = costs.seconds(trainer, "assist", bubble.rows), costs.seconds(trainer, "update", bubble.kept)
+    pull, sync = _of_each(names, "pull", costs, 0), costs.seconds(trainer, "sync")
     pulls = any(activity.pulls or activity.kind == "pull" for activity in bubble.generators)
     if generate is None or score is None or assist is None or update is None or (pull is None and pulls):
         return None
     pull = pull or (0,) * len(names)
-    trainer = _whole(assist), _whole(update), _whole(sync or 0.0)
-    return WorkCosts(generate, score, pull, *trainer, bubble.max_in_flight, bubble.naive)
+    own = _whole(assist), _whole(update), _whole(sync or 0.0)
+    return WorkCosts(generate, score, pull, *own, bubble.max_in_flight, bubble.naive)
 
 
-def _of_each(names: list[str], kind: SpanKind, costs: Costs) -> tuple[int, ...] | None:
-    means = [costs.mean(name, kind) for name in names]
-    known = [mean for mean in means if mean is not None]
-    return tuple(_whole(fmean(known) if mean is None else mean) for mean in means) if known else None
+def _of_each(names: list[str], kind: SpanKind, costs: Costs, rows: int) -> tuple[int, ...] | None:
+    typical = [costs.seconds(name, kind, rows) for name in names]
+    known = [seconds for seconds in typical if seconds is not None]
+    return tuple(_whole(fmean(known) if seconds is None else seconds) for seconds in typical) if known else None
 
 
 def _generator(activity: Activity, costs: WorkCosts, i: int) -> Generator:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from digen.errors import ConfigError
 from digen.schedule.costs import Costs
@@ -17,7 +17,7 @@ from digen.types import SpanKind
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What one generator is doing and for how many seconds it has been; `kind` is None when it is idle."""
+    """What one worker is doing and for how many seconds it has been; `kind` is None when it is idle."""
 
     worker: str
     kind: SpanKind | None = None
@@ -25,11 +25,13 @@ class Activity:
     elapsed_s: float = 0.0
     pulls: bool = False
     """Whether it must pull weights after this and before it generates again."""
+    rows: int = 0
+    """Samples that its work is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """The driver's state when the trainer falls idle: counts of the current step's micro-batches, and who does what.
+    """The driver's state when a worker falls idle: counts of the current step's micro-batches, and who does what.
 
     num_microbatches = pending + being generated + unscored + being scored + ready + trained.
     """
@@ -45,7 +47,7 @@ class Bubble:
     trained: int
     assisted: int
     """Taken by the trainer so far."""
-    trainer: str
+    trainer: Activity
     generators: tuple[Activity, ...]
     max_in_flight: int
     """Generation calls that may be under way at once."""
@@ -53,26 +55,40 @@ class Bubble:
     """Of the next step, what generators may start under the present weights once nothing is pending (TCSS)."""
     naive: bool
     """Whether updates wait for the step's last score."""
+    rows: int = 0
+    """Samples of a micro-batch."""
+    kept: int = 0
+    """Samples of a micro-batch that are trained."""
+    pending_rows: int = 0
+    """Samples that are not yet started."""
+    next_rows: int = 0
+    """Those of the micro-batch whose turn it is."""
+    unscored_rows: int = 0
+    """Samples that have no score, not yet generated ones included."""
+    untaken: int = 0
+    """Samples that nobody has begun to train, not yet generated ones included."""
+    next_ready: int = 0
+    """Those of the first micro-batch in UQ."""
 
     @property
     def updates_left(self) -> int:
         return self.num_microbatches - self.trained
 
 
+class Choice(NamedTuple):
+    """What a policy wants: how many samples of the next micro-batch the trainer generates; 0: it skips the bubble."""
+
+    rows: int
+    latency_s: float | None = None
+    """Seconds from now to the end of the step's sync, if the policy knows."""
+
+
 class TagPolicy(Protocol):
     """Decides about one bubble."""
 
-    def assists(self, bubble: Bubble, costs: Costs) -> bool:
-        """Whether the trainer should generate the next pending micro-batch."""
+    def choose(self, bubble: Bubble, costs: Costs) -> Choice:
+        """How much of the next pending micro-batch the trainer should generate."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class NoTag:
-    """The trainer never generates."""
-
-    def assists(self, bubble: Bubble, costs: Costs) -> bool:  # noqa: ARG002 - a policy is free not to look
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +97,12 @@ class StaticTag:
 
     num_assists: int
 
-    def assists(self, bubble: Bubble, costs: Costs) -> bool:  # noqa: ARG002 - it needs no costs
-        return bubble.assisted < self.num_assists
+    def choose(self, bubble: Bubble, costs: Costs) -> Choice:  # noqa: ARG002 - it needs no costs
+        return Choice(bubble.next_rows if bubble.assisted < self.num_assists else 0)
+
+
+NONE = StaticTag(0)
+"""The trainer never generates."""
 
 
 def parse(text: str) -> TagPolicy:
@@ -90,7 +110,7 @@ def parse(text: str) -> TagPolicy:
     from digen.schedule.bts import Bts  # it is made of the words above
 
     if text == "none":
-        return NoTag()
+        return NONE
     if text == "bts":
         return Bts()
     if match := re.fullmatch(r"static\((\d+)\)", text.replace(" ", "")):

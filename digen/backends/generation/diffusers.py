@@ -1,191 +1,30 @@
-"""Generation and scoring with the model's own diffusers modules; the base of every torch trainer too (that is TAG).
+"""The generator that samples with the model's own diffusers modules, for any model family.
 
-Invariant: what `generate` returns depends on weights and identities only; the weights' version is checked, never
-assumed.
+Invariant: what it returns depends on weights and identities only. It has autograd: where `schedule.assist` allows, it
+accumulates gradients when it has nothing to generate, with the trainer's own code.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from threading import Lock
-from typing import Any, cast
-
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
-from digen import plugins
-from digen.algos.base import Algorithm
-from digen.backends.sampler import Conditions, Sampler
+from digen.backends.accumulation import AccumulatingWorker
 from digen.config import GroupConfig
-from digen.engines.base import WorkerContext
-from digen.models.base import ModelFamily
-from digen.observe.grid import sample_grid
-from digen.presets import rebuild
-from digen.rewards.base import RewardSet
-from digen.types import MicroBatch, Prompt, Published, Ref, Rollout, Scores, Shard, Version
-from digen.weights.state import fingerprint, load_trainable, trainable
-
-logger = logging.getLogger(__name__)
-
-LOADING = Lock()
-"""The libraries patch torch while they load a model, which two threads of one process must not do at once."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+from digen.types import Ref
 
 
-class DiffusersGenerator:
+class DiffusersGenerator(AccumulatingWorker):
     """Samples with diffusers modules in this process, any model family (diffusers)."""
-
-    in_lockstep = False
-    """Whether all ranks must make the same forward passes, whatever rows they have (their weights are sharded)."""
-
-    def __init__(self, payload: Mapping[str, Any], context: WorkerContext) -> None:
-        self.config = rebuild(payload)
-        self.context = context
-        self.algorithm: Algorithm = self.config.algorithm
-        self.version: Version = 0
-        self.num_stored = 0
 
     @property
     def placement(self) -> GroupConfig:
-        """The section of the config that speaks of this worker's group."""
         return self.config.generator
 
-    @property
-    def scores_here(self) -> bool:
-        """Whether this worker is asked to score."""
-        return True
-
-    @property
-    def generates_here(self) -> bool:
-        """Whether this worker is asked to generate: else it needs neither text encoder nor decoder."""
-        return True
-
     def load(self) -> None:
-        with LOADING:
-            self._load_model()
-        self._load_rewards()
+        super().load()
+        if self.config.schedule.generators_help:
+            self.load_base()
 
-    def _load_model(self) -> None:
-        dtype = DTYPES[self.placement.dtype]
-        family = cast("type[ModelFamily]", plugins.find("models", self.config.model.name))
-        self.model = family(self.config.model)
-        lora = self.config.trainer.lora
-        # Full weights are kept in float32 and cast by autocast; a frozen base under adapters may be kept small.
-        stored = dtype if dtype == torch.float64 or lora else torch.float32
-        here = self.generates_here
-        self.model.load(self.context.device, stored, text_encoder=here, decoder=here)
-        if lora:
-            add_adapters(self.model, lora.rank, lora.alpha, lora.target_modules)
-        else:
-            self.model.transformer.requires_grad_(True)
-        self.sampler = Sampler(
-            self.model,
-            self.algorithm,
-            self.config.sampling,
-            dtype,
-            self.placement.batch_size or -(-self.algorithm.samples_per_prompt // self.context.world_size),
-            Conditions(self.model),
-        )
-
-    def _load_rewards(self) -> None:
-        if self.scores_here:
-            threads = self.placement.threads or torch.get_num_threads()
-            self.rewards = RewardSet(self.config.reward, self.config.scoring.timeout_s, threads)
-            self.rewards.load()
-
-    def num_cut(self, prompts: Sequence[str]) -> int:
-        """How many prompts are longer than the text encoder's limit."""
-        return self.model.num_cut(prompts)
-
-    def generate(self, microbatch: MicroBatch, version: Version) -> Shard:
-        if version != self.version:
-            raise RuntimeError(f"asked to generate under version {version} but the weights here are {self.version}")
-        rows = microbatch.rows(self.context.rank, self.context.world_size)
-        share = -(-microbatch.num_samples // self.context.world_size)
-        extra = (0,) * (share - len(rows)) if self.in_lockstep else ()  # sampled after the own rows, and left there
-        if not rows and not extra:
-            empty = self._store("empty", {})
-            return Shard((), empty, empty)
-        trajectory, media = self.sampler.rollout(microbatch, (*rows, *extra))
-        return Shard(rows, self._store("trajectory", trajectory), self._store("media", {"media": media}))
-
-    def _store(self, name: str, tensors: Mapping[str, Tensor]) -> Ref:
-        self.num_stored += 1
-        key = f"{self.context.group}/{self.context.rank}/{self.num_stored}/{name}"
-        return self.context.store.put(key, {k: v.detach().cpu().contiguous() for k, v in tensors.items()})
-
-    def score(self, rollout: Rollout) -> Scores:
-        microbatch = rollout.microbatch
-        rows = microbatch.rows(self.context.rank, self.context.world_size)
-        if not rows:
-            return Scores(tuple(self.config.reward), (), ())
-        media = self._media(rollout, rows)
-        prompts = [microbatch.identity(row)[0] for row in rows]
-        values = self.rewards.score(media.numpy(), [p.text for p in prompts], [p.metadata for p in prompts])
-        return Scores(tuple(values), rows, tuple(zip(*values.values(), strict=True)))
-
-    def _media(self, rollout: Rollout, rows: Sequence[int]) -> Tensor:
-        """Media of these rows, in this order, whichever shards they lie in."""
-        found = {}
-        for shard in rollout.shards:
-            if set(shard.rows) & set(rows):
-                media = self.context.store.get(shard.media)["media"]
-                found.update({row: media[k] for k, row in enumerate(shard.rows)})
-        return torch.stack([found[row] for row in rows])
-
-    def draw(self, rollout: Rollout, rewards: tuple[float, ...], path: Path) -> None:
-        if self.context.rank != 0:
-            return
-        microbatch = rollout.microbatch
-        rows = range(microbatch.num_samples)
-        captions = [f"{microbatch.identity(row)[0].text}\nreward {rewards[row]:.2f}" for row in rows]
-        media = self._media(rollout, rows)
-        sample_grid(media.numpy(), captions, path, columns=min(8, microbatch.samples_per_prompt))
-
-    def pull(self, published: Published) -> str:
-        load_trainable(self.model.transformer, self.context.store.get(published.weights))
-        self.version = published.version
-        return fingerprint(trainable(self.model.transformer))
-
-    def restore(self, path: Path) -> None:
-        """Load trainable weights that a trainer's `save` wrote."""
-        load_trainable(self.model.transformer, load_file(path / "weights.safetensors"))
-
-    def evaluate(self, prompts: tuple[Prompt, ...], seed: int, score: bool) -> tuple[Scores | None, Ref]:
-        """One noise-free sample per prompt: its scores, if wanted, and where `media` (K, ...) is."""
-        _, media = self.sampler.evaluate([p.text for p in prompts], [p.id for p in prompts], seed)
-        scores = None
-        if score:
-            values = self.rewards.score(media.cpu().numpy(), [p.text for p in prompts], [p.metadata for p in prompts])
-            rows = tuple(range(len(prompts)))
-            scores = Scores(tuple(values), rows, tuple(zip(*values.values(), strict=True)))
-        return scores, self._store("evaluation", {"media": media})
-
-
-def add_adapters(model: ModelFamily, rank: int, alpha: float, targets: Sequence[str] | None) -> None:
-    """Put LoRA adapters (peft, float32, same random start on every worker) on the model's linear layers.
-
-    Raises ConfigError naming the patterns and some real module names when they match nothing.
-    """
-    from peft import LoraConfig
-
-    from digen.errors import ConfigError
-
-    patterns = list(targets or model.lora_targets)
-    linear = [n for n, m in model.transformer.named_modules() if isinstance(m, torch.nn.Linear)]
-    unmatched = [p for p in patterns if not any(n == p or n.endswith(f".{p}") for n in linear)]
-    if unmatched:
-        raise ConfigError(
-            f"trainer.lora.target_modules: {unmatched} match no linear layer of {model.config.name}; "
-            f"some that exist: {', '.join(linear[:8])}"
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model.transformer.add_adapter(  # type: ignore[operator]
-            LoraConfig(r=rank, lora_alpha=alpha, target_modules=patterns, init_lora_weights="gaussian")
-        )
-    for parameter in trainable(model.transformer).values():
-        parameter.data = parameter.data.float() if parameter.dtype == torch.bfloat16 else parameter.data
+    def hand_gradients(self) -> Ref:
+        """Where the gradients are that this rank accumulated since it last handed some over; they are cleared here."""
+        handed = self._store("gradients", self.gradients())
+        self.model.transformer.zero_grad(set_to_none=True)
+        return handed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from digen.backends.training.base import TorchTrainer
 
@@ -58,6 +58,14 @@ class FsdpTrainer(TorchTrainer):
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return super().part(whole, like)
+        whole = whole.to(like.device, like.dtype)
+        return distribute_tensor(
+            whole, like.device_mesh, like.placements, src_data_rank=None
+        )  # all have it: no message
 
     def _norm(self, tensors: list[Tensor]) -> Tensor:  # type: ignore[override]
         return self.full(super()._norm(tensors))

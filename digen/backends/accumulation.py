@@ -1,0 +1,195 @@
+"""Gradients of recorded samples: replay of stored steps, loss, accumulation. For trainers and helping generators.
+
+Invariant: `accumulate` never changes the weights; its gradient is a sum over (sample, timestep) pairs divided by a
+number fixed before the step's first micro-batch (rule R11), so neither order, cut and stacking (GAP, TSP, TAG) nor who
+computes it can change it. Paper sections 2.1 and 3.2. Shape letters: N rows of one forward (samples x timesteps), K
+samples, S trained steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from digen.algos.base import LossInputs, LossTerms, Transition
+from digen.backends.worker import TorchWorker
+from digen.models.base import Conditioning, rows_of
+from digen.schedule.tsp import Chunk, chunks
+from digen.types import ScoredRollout, Stat, Stats
+from digen.weights.state import trainable
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """This rank's trained samples of a micro-batch; every tensor has K rows but `sigmas` and the conditionings."""
+
+    tensors: Mapping[str, Tensor]
+    cond: Conditioning
+    negative: Conditioning | None
+    advantage: Tensor
+    weight: Tensor
+    """1, or 0 for a row that only keeps this rank in step with the others."""
+
+
+class AccumulatingWorker(TorchWorker):
+    """A worker that can compute gradients of what was sampled, here or elsewhere."""
+
+    def load_base(self) -> None:
+        """Keep a frozen copy of full weights where the loss compares with them; adapters are switched off instead."""
+        needs_base = self.algorithm.loss.needs_reference and self.config.trainer.lora is None
+        self.base = copy.deepcopy(self.model.transformer).requires_grad_(False) if needs_base else None
+
+    def reduce_gradients(self, now: bool) -> None:
+        """Say before a backward pass whether it is the one after which gradients are summed over ranks."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add this loss's gradient to the accumulated ones."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The whole of a parameter or gradient, wherever its parts are; called on all ranks."""
+        return tensor.detach()
+
+    def accumulate(self, scored: ScoredRollout, tsp: int, denominator: float, last: bool) -> Stats:
+        on_policy = scored.rollout.version == self.version
+        batch = self._batch(scored)
+        if batch is None:
+            return {}
+        forwards = self._forwards(batch, tsp)
+        parts = []
+        for number, (samples, columns) in enumerate(forwards, 1):
+            self.reduce_gradients(last and number == len(forwards))
+            parts.append(self._backward(batch, samples, columns, denominator, on_policy))
+        return _stats({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+
+    def _batch(self, scored: ScoredRollout) -> Batch | None:
+        """Read this rank's share of the kept rows; ranks with fewer rows repeat one with weight 0 (collectives)."""
+        kept = [row for row in range(len(scored.keep)) if scored.keep[row]]
+        if not kept and not self.in_lockstep:
+            return None
+        pool = kept or [0]
+        share = -(-len(pool) // self.context.world_size)
+        mine = pool[self.context.rank :: self.context.world_size]
+        weight = [float(bool(kept))] * len(mine) + [0.0] * (share - len(mine))
+        mine += [pool[0]] * (share - len(mine))
+        device = self.model.device
+        tensors, cond, negative = self._read(scored, mine)
+        return Batch(
+            tensors,
+            cond,
+            negative or None,
+            torch.tensor(
+                [scored.advantages[row] if w else 0.0 for row, w in zip(mine, weight, strict=True)], device=device
+            ),
+            torch.tensor(weight, device=device),
+        )
+
+    def _read(self, scored: ScoredRollout, rows: Sequence[int]) -> tuple[dict[str, Tensor], Conditioning, Conditioning]:
+        stored = {}
+        shared: dict[str, Tensor] = {}
+        for shard in scored.rollout.shards:
+            if set(shard.rows) & set(rows):
+                shared = self.context.store.get(shard.trajectory)
+                for k, row in enumerate(shard.rows):
+                    stored[row] = {n: t[k] for n, t in shared.items() if n != "sigmas" and "." not in n}
+        names = stored[rows[0]]
+        tensors = {n: torch.stack([stored[row][n] for row in rows]).to(self.model.device) for n in names}
+        tensors["sigmas"] = shared["sigmas"].to(self.model.device)
+
+        def conditioning(prefix: str) -> Conditioning:
+            return {n.split(".", 1)[1]: t.to(self.model.device) for n, t in shared.items() if n.startswith(prefix)}
+
+        return tensors, conditioning("cond."), conditioning("negative.")
+
+    def _forwards(self, batch: Batch, tsp: int) -> Sequence[Chunk]:
+        """Which samples and which columns of trained steps share a forward pass (TSP)."""
+        size = self.placement.batch_size or -(-self.algorithm.kept_per_prompt() // self.context.world_size)
+        num_samples, num_timesteps = batch.tensors["steps"].shape
+        return chunks(num_samples, num_timesteps, size, tsp)
+
+    def _backward(
+        self, batch: Batch, samples: slice, columns: slice, denominator: float, on_policy: bool
+    ) -> dict[str, Tensor]:
+        """One forward and backward pass; what there is to report of its rows (those that count)."""
+        stepwise = ("latents", "next_latents", "log_probs", "steps", *self.algorithm.records)
+        t = {name: batch.tensors[name][samples, columns].flatten(0, 1) for name in stepwise}
+        width = columns.stop - columns.start
+
+        def per_row(tensor_K: Tensor) -> Tensor:
+            return tensor_K[samples].repeat_interleave(width, 0)
+
+        at = Transition.at(batch.tensors["sigmas"], t["steps"], t["latents"].ndim)
+        prompt_N = per_row(batch.tensors["prompt"])
+        cond, negative = rows_of(batch.cond, prompt_N), rows_of(batch.negative, prompt_N) if batch.negative else None
+
+        def mean_std() -> tuple[Tensor, Tensor]:
+            v = self.sampler.velocity(t["latents"], at.sigma.reshape(-1), cond, negative, self.config.sampling.guidance)
+            mean_std_: tuple[Tensor, Tensor] = self.algorithm.noise.mean_std(t["latents"], v, at)
+            return mean_std_
+
+        reference = None
+        if self.algorithm.loss.needs_reference:
+            with torch.no_grad(), self._base_weights():
+                reference = mean_std()[0]
+        mean, std = mean_std()
+        new = self.algorithm.noise.log_prob(t["next_latents"], mean, std)
+        replay = self.algorithm.old_log_prob == "replay" and on_policy
+        inputs = LossInputs(
+            new_log_prob=new,
+            old_log_prob=new.detach() if replay else t["log_probs"],
+            advantage=per_row(batch.advantage).to(new.dtype),
+            mean=mean,
+            std=std,
+            at=at,
+            reference_mean=reference,
+            old_mean=t.get("mean"),
+        )
+        terms: LossTerms = self.algorithm.loss(inputs)
+        weight = per_row(batch.weight).to(new.dtype)
+        self.backward((terms.loss * weight).sum() / denominator)
+        rows = {**terms.stats, "loss": terms.loss.detach(), "step": t["steps"]}
+        if on_policy:
+            rows["ratio_error"] = (terms.stats["ratio"] - 1).abs()
+            rows["log_prob_gap"] = (new.detach() - t["log_probs"]).abs()
+        return {name: values[weight > 0] for name, values in rows.items()}
+
+    @contextmanager
+    def _base_weights(self) -> Iterator[None]:
+        """Run with the frozen base: adapters off, or the copy that was taken at the start."""
+        live = self.model.transformer
+        if self.base is None:
+            live.disable_adapters()  # type: ignore[operator]
+            try:
+                yield
+            finally:
+                live.enable_adapters()  # type: ignore[operator]
+            return
+        self.model.transformer = self.base
+        try:
+            yield
+        finally:
+            self.model.transformer = live
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The accumulated gradients, whole, on the CPU; called on all ranks."""
+        named = trainable(self.model.transformer)
+        return {name: self.full(p.grad).cpu().clone() for name, p in named.items() if p.grad is not None}
+
+
+def _stats(rows: Mapping[str, Tensor]) -> dict[str, Stat]:
+    """Statistics of each named column of rows; the log-prob gap also by denoising step."""
+    columns = {name: values for name, values in rows.items() if name != "step"}
+    if "log_prob_gap" in rows:
+        for step in sorted(set(rows["step"].tolist())):
+            columns[f"log_prob_gap/step{step}"] = rows["log_prob_gap"][rows["step"] == step]
+    return {name: _stat(values) for name, values in columns.items() if len(values)}
+
+
+def _stat(values: Tensor) -> Stat:
+    values = values.double()
+    return Stat(float(values.sum()), len(values), float(values.min()), float(values.max()))
