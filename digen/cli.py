@@ -83,6 +83,9 @@ def run(
     steps: Annotated[int | None, typer.Option(help="steps")] = None,
     seed: Annotated[int | None, typer.Option(help="seed")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="run_dir")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Start with the costs that another run measured.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the resolved settings and counts, run nothing.")
     ] = False,
@@ -105,12 +108,17 @@ def run(
         if reward:
             settings.append(f"reward={json.dumps({name: {} for name in reward})}")
         resolved = resolve(algorithm, model, config, [*settings, *(overrides or ())], os.environ)
+        known = None
+        if costs:
+            from digen.run import known_costs
+
+            known = known_costs(resolved, costs)
         if dry_run:
             _show_plan(resolved, as_json)
             return
         from digen.run import run as start
 
-        summary = start(resolved, console=_console(stderr=as_json))
+        summary = start(resolved, console=_console(stderr=as_json), costs=known)
         if as_json:
             _emit(summary.as_dict())
 
@@ -149,6 +157,71 @@ def sample(
             _emit({"images": paths})
         else:
             typer.echo("\n".join(paths))
+
+
+@app.command()
+def trace(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", exists=True, file_okay=False)],
+    out: Annotated[Path | None, typer.Option(help="Folder for trace.json, trace.html and trace.png; RUN.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show where the time of a run went: a lane per worker, its bubbles and their causes."""
+    with _reported(debug):
+        from digen.observe.trace import write_trace
+
+        written = write_trace(run_dir, out)
+        if as_json:
+            _emit(written.as_dict())
+        else:
+            typer.echo("\n".join([*written.timeline.facts(), *map(str, written.paths)]))
+
+
+@app.command()
+def plan(
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE_OR_RUN", help="Costs: a YAML or JSON file, or the folder of a run.")
+    ] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
+    generate: Annotated[float | None, typer.Option(help="Seconds of a generator for a micro-batch.")] = None,
+    assist: Annotated[float | None, typer.Option(help="Seconds of the trainer to generate one.")] = None,
+    update: Annotated[float | None, typer.Option(help="Seconds of the trainer to update on one, with TSP.")] = None,
+    update_unstacked: Annotated[float | None, typer.Option(help="The same without TSP.")] = None,
+    score: Annotated[float | None, typer.Option(help="Seconds of a generator to score one.")] = None,
+    sync: Annotated[float | None, typer.Option(help="Seconds of the optimizer step and of publishing.")] = None,
+    pull: Annotated[float | None, typer.Option(help="Seconds of a generator to load new weights.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Generators.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Global steps; 8 if nothing else says.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples of a micro-batch; 16 if nothing else says.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="schedule.max_in_flight")] = None,
+    staleness: Annotated[float | None, typer.Option(help="Of tcss; 0.5 if nothing else says.")] = None,
+    measured_on: Annotated[
+        str | None, typer.Option(metavar="G:T", help="Generator and trainer devices that the costs are for.")
+    ] = None,
+    split: Annotated[bool, typer.Option("--split", help="Compare all splits of the devices.")] = False,
+    devices: Annotated[int | None, typer.Option(help="To split; as many as the costs are for if not given.")] = None,
+    gantt: Annotated[str | None, typer.Option(metavar="MODE", help="Mode to draw; the fastest if not given.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predict the time of a step in every mode, from costs or from a finished run. Nothing is loaded."""
+    words = {
+        "microbatches": microbatches, "samples": samples, "replicas": replicas, "steps": steps,
+        "generate": generate, "assist": assist, "update": update, "update_unstacked": update_unstacked,
+        "score": score, "sync": sync, "pull": pull,
+        "max_in_flight": max_in_flight, "staleness": staleness, "measured_on": measured_on,
+    }  # fmt: skip
+    with _reported(debug):
+        from digen.plan import plan as make
+        from digen.workload import read
+
+        made = make(read(costs, words), split=split, devices=devices)
+        if as_json:
+            _emit(made.as_json())
+            return
+        from digen.observe.planned import show_plan
+
+        show_plan(made, _console(stderr=False), made.mode(gantt) if gantt else made.fastest)
 
 
 @app.command("list")

@@ -12,9 +12,10 @@ from digen.observe.console import PlainView
 from digen.observe.files import AppendFile, RunFolder, read_rows, read_spans
 from digen.observe.live import RunInfo
 from digen.observe.many import ManyObservers, open_observer
-from digen.types import Span
+from digen.types import Decision, Span
 
 SPAN = Span("generate", "generator-0", 0, 0, 0, 0.0, 1.0)
+DECISION = Decision(0, "trainer", 0.5, 0, None)
 
 
 class Recorder:
@@ -26,6 +27,9 @@ class Recorder:
 
     def on_span(self, span: Span) -> None:
         self.told.append(span)
+
+    def on_decision(self, decision: Decision) -> None:
+        self.told.append(decision)
 
     def on_step(self, row: StepRow) -> None:
         if self.error:
@@ -43,10 +47,11 @@ def test_every_sink_is_told_everything_in_order() -> None:
     sinks = Recorder(), Recorder()
     many: Observer = ManyObservers(*sinks)
     many.on_span(SPAN)
+    many.on_decision(DECISION)
     many.on_step({"step": 0})
     many.on_note("note")
     many.close()
-    assert sinks[0].told == sinks[1].told == [SPAN, {"step": 0}, "note", "closed"]
+    assert sinks[0].told == sinks[1].told == [SPAN, DECISION, {"step": 0}, "note", "closed"]
 
 
 def test_a_sink_that_fails_is_left_out_and_the_others_are_told_once() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from digen.observe.bubbles import union
 from digen.observe.files import JsonlObserver, RunFolder
-from digen.observe.summary import Worker, print_summary, summarise, summarise_folder, union
-from digen.types import Span
+from digen.observe.summary import Worker, print_summary, summarise, summarise_folder
+from digen.types import Decision, Span
 
 # generator: 0-4 and 3-6 overlap, then idle until 10; trainer: 6-8 of 0-10; loading before 0 does not count.
 SPANS = [
@@ -61,8 +62,10 @@ def test_overlapping_spans_of_a_worker_count_once() -> None:
 
 def test_a_bubble_is_a_gap_of_a_worker_while_the_run_is_not_done() -> None:
     workers = summarise([], SPANS).workers
-    assert workers["generator-0"] == Worker(pytest.approx(0.7), bubbles=1, bubble_s=pytest.approx(3.0))
-    assert workers["trainer"] == Worker(pytest.approx(0.2), bubbles=2, bubble_s=pytest.approx(8.0))
+    causes = {"trainer": pytest.approx(0.2), "driver": pytest.approx(0.1)}
+    assert workers["generator-0"] == Worker(pytest.approx(0.7), bubbles=1, bubble_s=pytest.approx(3.0), causes=causes)
+    causes = {"sync": pytest.approx(0.1), "start-up": pytest.approx(0.6), "driver": pytest.approx(0.1)}
+    assert workers["trainer"] == Worker(pytest.approx(0.2), bubbles=2, bubble_s=pytest.approx(8.0), causes=causes)
 
 
 def test_union_of_intervals_covers_the_same_seconds() -> None:
@@ -79,6 +82,20 @@ def test_wasted_are_rollouts_done_again_and_those_that_no_update_used() -> None:
         Span("score", "generator-0", 0, 1, 0, 7.0, 7.25),
     ]
     assert summarise([], spans).wasted_s == pytest.approx(1.0 + 2.0 + 0.25)
+
+
+def test_a_rollout_made_in_parts_is_of_use_when_it_is_whole() -> None:
+    spans = [
+        Span("generate", "generator-0", 0, 0, 0, 0.0, 1.0, rows=8),  # done again after a resume, now in two parts
+        Span("score", "generator-0", 0, 0, 0, 1.0, 1.5, rows=8),
+        Span("generate", "generator-0", 0, 0, 0, 2.0, 6.0, rows=6),
+        Span("assist", "trainer", 0, 0, 0, 2.0, 5.0, rows=2),
+        Span("score", "generator-0", 0, 0, 0, 6.0, 7.0, rows=8),
+        Span("help", "generator-0", 0, 0, 0, 7.0, 8.0, rows=3),
+        Span("update", "trainer", 0, 0, 0, 7.0, 8.0, rows=5),
+        Span("generate", "generator-0", 0, 0, 0, 8.0, 8.25, rows=8),  # again, and cut off
+    ]
+    assert summarise([], spans).wasted_s == pytest.approx(1.0 + 0.5 + 0.25)
 
 
 def test_counts_are_summed_over_the_steps() -> None:
@@ -106,7 +123,12 @@ def test_a_folder_is_summed_up_from_its_files_also_when_one_was_never_written(tm
     for row in rows([0.5, 0.75]):
         sink.on_step(row)
     sink.close()
-    assert summarise_folder(folder) == summarise(rows([0.5, 0.75]), SPANS)
+    assert summarise_folder(folder).assists.skipped == 0
+    folder.decisions.write_text('{"step": 0, "worker": "trainer", "at": 8.0, "rows": 0, "predicted_end": null}\n')
+    decisions = [Decision(0, "trainer", 8.0, 0, None)]
+    summary = summarise_folder(folder)
+    assert summary.assists.skipped == 1
+    assert summary.as_json() == summarise(rows([0.5, 0.75]), SPANS, decisions).as_json()
 
 
 def test_the_summary_as_json_has_null_for_the_unknown() -> None:
@@ -122,10 +144,31 @@ def test_the_closing_block_says_what_improved_where_the_files_are_and_what_to_tr
         "  reward    0.5000 -> 0.7500  (+0.2500; best 0.7500 in step 2)",
         "  ocr       0.2500 -> 0.3750  (+0.1250; best 0.3750 in step 2)",
         "  busy      generator-0 70%  trainer 20%",
+        "  bubbles   generator-0 30%: waits for trainer 20%, driver 10%",
+        "            trainer 80%: start-up 60%, sync 10%, driver 10%",
         "  files     runs/x",
         "            metrics.jsonl  events.jsonl  samples/  checkpoints/  logs/",
         "  next      digen eval runs/x",
+        "            digen trace runs/x",
     ]
+
+
+def test_the_closing_block_counts_assists_and_says_how_well_steps_were_foreseen() -> None:
+    spans = [Span("assist", "trainer", 0, 1, 0, 0.0, 4.0, 8), Span("sync", "trainer", 0, -1, 1, 9.0, 10.0)]
+    assert "  assists   1 taken, 0 skipped" in printed([1.0], spans)
+    decisions = [Decision(0, "trainer", 0.0, 8, 10.5), Decision(0, "trainer", 4.0, 0, 8.0)]
+    console = Console(file=io.StringIO(), width=80)
+    print_summary(summarise(rows([1.0]), spans, decisions), console, Path("runs/x"))
+    line = "  assists   1 taken, 1 skipped; step ends predicted within 12% (median), 20% (largest)"
+    assert line in console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_the_bubbles_of_many_replicas_are_told_as_a_mean() -> None:
+    spans = [Span("generate", f"generator-{k}", 0, k, 0, 0.0, 1.0 + k % 2) for k in range(32)]
+    spans.append(Span("update", "trainer", 0, 0, 0, 2.0, 4.0))
+    lines = printed([1.0], spans)
+    assert "  bubbles   32 generators 62%: waits for trainer 50%, waits for generator 12%" in lines
+    assert "            trainer 50%: start-up 50%" in lines
 
 
 def test_the_closing_block_warns_of_what_was_lost() -> None:

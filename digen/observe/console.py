@@ -18,7 +18,7 @@ from rich.live import Live
 from digen.observe.base import Observer, StepRow
 from digen.observe.live import Progress, RunInfo, busy_groups, draw, kl_of, reward_terms
 from digen.observe.show import duration, number, share
-from digen.types import Span
+from digen.types import Decision, Span
 
 REFRESHES_PER_S = 2
 
@@ -46,6 +46,9 @@ class LiveView:
     def on_span(self, span: Span) -> None:
         self.progress = self.progress.after_span(span)
 
+    def on_decision(self, decision: Decision) -> None:
+        """Decisions are for `decisions.jsonl`."""
+
     def on_step(self, row: StepRow) -> None:
         self.progress = self.progress.after_step(row)
 
@@ -70,6 +73,9 @@ class PlainView:
     def on_span(self, span: Span) -> None:
         if span.kind == "load":
             self._print(f"loaded {span.worker} time={duration(span.end - span.start)}")
+
+    def on_decision(self, decision: Decision) -> None:
+        """Decisions are for `decisions.jsonl`."""
 
     def on_step(self, row: StepRow) -> None:
         self._progress = self._progress.after_step(row)

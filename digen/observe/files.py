@@ -22,7 +22,7 @@ from typing import Any
 
 from digen.errors import ConfigError, DataError
 from digen.observe.base import StepRow
-from digen.types import Span
+from digen.types import Decision, Span
 
 Warn = Callable[[str], None]
 """Where a sink says that it could not write; usually the terminal's `on_note`."""
@@ -152,6 +152,10 @@ class RunFolder:
         return self.path / "events.jsonl"
 
     @property
+    def decisions(self) -> Path:
+        return self.path / "decisions.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -203,15 +207,19 @@ def _unused(root: Path, name: str) -> Path:
 
 
 class JsonlObserver:
-    """Writes `metrics.jsonl` (a row per step), `events.jsonl` (a span per line) and `logs/driver.log` (notes)."""
+    """Writes lines: `metrics.jsonl` (steps), `events.jsonl` (spans), `decisions.jsonl`, `logs/driver.log` (notes)."""
 
     def __init__(self, folder: RunFolder, warn: Warn = log.warning) -> None:
         self._metrics = AppendFile(folder.metrics, warn)
         self._events = AppendFile(folder.events, warn)
+        self._decisions = AppendFile(folder.decisions, warn)
         self._notes = AppendFile(folder.logs / "driver.log", warn)
 
     def on_span(self, span: Span) -> None:
         self._events.append(_line(asdict(span)))
+
+    def on_decision(self, decision: Decision) -> None:
+        self._decisions.append(_line(asdict(decision)))
 
     def on_step(self, row: StepRow) -> None:
         self._metrics.append(_line({name: _json_number(value) for name, value in row.items()}))
@@ -220,7 +228,7 @@ class JsonlObserver:
         self._notes.append(f"{datetime.now():%Y-%m-%d %H:%M:%S} {message}\n".encode())
 
     def close(self) -> None:
-        for file in (self._metrics, self._events, self._notes):
+        for file in (self._metrics, self._events, self._decisions, self._notes):
             file.close()
 
 
@@ -258,6 +266,17 @@ def read_spans(path: Path) -> list[Span]:
         except TypeError as error:
             raise DataError(f"{path}:{number}: not a span: {error}") from error
     return spans
+
+
+def read_decisions(path: Path) -> list[Decision]:
+    """The decisions of a `decisions.jsonl`, as written. Raises DataError (with the line) and OSError."""
+    decisions = []
+    for number, record in _records(path):
+        try:
+            decisions.append(Decision(**record))
+        except TypeError as error:
+            raise DataError(f"{path}:{number}: not a decision: {error}") from error
+    return decisions
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

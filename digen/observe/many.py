@@ -14,7 +14,7 @@ from digen.observe.console import open_view
 from digen.observe.files import JsonlObserver, RunFolder
 from digen.observe.live import RunInfo
 from digen.observe.tensorboard import TensorBoardObserver
-from digen.types import Span
+from digen.types import Decision, Span
 
 
 def open_observer(info: RunInfo, folder: RunFolder, console: Console, *, tensorboard: bool = True) -> Observer:
@@ -34,6 +34,9 @@ class ManyObservers:
 
     def on_span(self, span: Span) -> None:
         self._each(lambda sink: sink.on_span(span))
+
+    def on_decision(self, decision: Decision) -> None:
+        self._each(lambda sink: sink.on_decision(decision))
 
     def on_step(self, row: StepRow) -> None:
         self._each(lambda sink: sink.on_step(row))

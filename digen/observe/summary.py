@@ -1,7 +1,7 @@
 """What a run did, computed from its rows and spans, and the block that closes it on the terminal.
 
 Invariant: pure, except for printing; time is measured by the spans alone and every second of a worker counts once,
-however many spans cover it. A bubble (section 2.3 of the paper) is a gap of one worker while the run is not done.
+however many spans cover it: as work, or as a bubble of one cause (`observe/bubbles.py`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,39 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from digen.observe.base import StepRow
-from digen.observe.files import RunFolder, read_rows, read_spans
+from digen.observe.bubbles import (
+    CAUSES,
+    TRAINING,
+    Assists,
+    Cause,
+    Interval,
+    Wait,
+    assists,
+    by_worker,
+    gaps,
+    training_window,
+    waits,
+)
+from digen.observe.files import RunFolder, read_decisions, read_rows, read_spans
 from digen.observe.live import reward_terms
 from digen.observe.show import duration, number, share
-from digen.types import Span
+from digen.types import Decision, Span
 
 AROUND = 0.1
 """Share of the steps that the first and the last mean are taken over."""
 
-TRAINING = frozenset({"generate", "assist", "score", "update", "sync", "pull"})
-"""Kinds of span that make up the wall time of training; loading and saving are outside."""
+NOTHING = 5e-4
+"""A share of time that would be shown as 0.0%."""
 
-Interval = tuple[float, float]
+LINES = 6
+"""Workers whose bubbles the closing block shows one by one; generators beyond them are shown as a mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +62,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker group during the wall time of training: share of it at work, and the gaps."""
+    """One worker group during the wall time of training: share of it at work, the gaps, and what they waited for."""
 
     busy: float
     bubbles: int
     bubble_s: float
+    causes: Mapping[Cause, float]
+    """Share of the wall time that was spent waiting, by cause; with `busy` they add up to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +92,7 @@ class Summary:
     stale_share: float
     max_ratio_error: float
     workers: Mapping[str, Worker]
+    assists: Assists
     wasted_s: float
     """Worker seconds of generating and scoring that no update used: done again after a resume, or cut off."""
     spans: Mapping[str, int]
@@ -91,10 +109,9 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def summarise(rows: Sequence[StepRow], spans: Sequence[Span]) -> Summary:
-    """Rows of `metrics.jsonl` in step order and spans of `events.jsonl` in any order; either may be empty."""
-    training = [span for span in spans if span.kind in TRAINING]
-    window = (min((s.start for s in training), default=0.0), max((s.end for s in training), default=0.0))
+def summarise(rows: Sequence[StepRow], spans: Sequence[Span], decisions: Sequence[Decision] = ()) -> Summary:
+    """Rows of `metrics.jsonl` in step order, spans and decisions in any order; each may be empty."""
+    window = training_window(spans)
     training_s = window[1] - window[0]
     samples = int(_sum(rows, "samples"))
     return Summary(
@@ -110,8 +127,9 @@ def summarise(rows: Sequence[StepRow], spans: Sequence[Span]) -> Summary:
         steps_not_applied=sum(not row["step_applied"] for row in rows if "step_applied" in row),
         stale_share=_mean(_values(rows, "stale_share")),
         max_ratio_error=max(_values(rows, "ratio/max_error"), default=math.nan),
-        workers={name: _worker(name, training, window) for name in sorted({s.worker for s in training})},
-        wasted_s=_wasted(training),
+        workers=_workers(spans, window),
+        assists=assists(spans, decisions),
+        wasted_s=_wasted(spans),
         spans=dict(sorted(Counter(span.kind for span in spans).items())),
     )
 
@@ -119,7 +137,8 @@ def summarise(rows: Sequence[StepRow], spans: Sequence[Span]) -> Summary:
 def summarise_folder(folder: RunFolder) -> Summary:
     """The summary of a run folder. A log that a full disk never let begin counts as empty."""
     rows = read_rows(folder.metrics) if folder.metrics.is_file() else []
-    return summarise(rows, read_spans(folder.events) if folder.events.is_file() else [])
+    spans = read_spans(folder.events) if folder.events.is_file() else []
+    return summarise(rows, spans, read_decisions(folder.decisions) if folder.decisions.is_file() else [])
 
 
 def _total(rows: Sequence[StepRow], spans: Sequence[Span]) -> float:
@@ -160,39 +179,52 @@ def _change(rows: Sequence[StepRow], key: str) -> Change | None:
     return Change(_mean(values[:count]), _mean(values[-count:]), best, best_step)
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Sorted disjoint intervals that cover the same seconds."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
+def _workers(spans: Sequence[Span], window: Interval) -> dict[str, Worker]:
+    """Every worker that did any training work."""
+    bubbles: dict[str, list[Wait]] = {}
+    for wait in waits(spans):
+        bubbles.setdefault(wait.worker, []).append(wait)
+    return {
+        name: _worker(own, window, bubbles.get(name, []))
+        for name, own in by_worker(spans).items()
+        if any(span.kind in TRAINING for span in own)
+    }
 
 
-def _worker(name: str, training: Sequence[Span], window: Interval) -> Worker:
+def _worker(own: Sequence[Span], window: Interval, bubbles: Sequence[Wait]) -> Worker:
     """A worker's gaps, with the one before its first and the one after its last piece of work."""
-    busy = union((span.start, span.end) for span in training if span.worker == name)
-    edges = [window[0], *(edge for interval in busy for edge in interval), window[1]]
-    gaps = [end - start for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
-    length = window[1] - window[0]
-    worked = sum(end - start for start, end in busy)
-    return Worker(worked / length if length > 0 else math.nan, len(gaps), sum(gaps))
+    length, lengths = window[1] - window[0], [end - start for start, end in gaps(own, window)]
+    if length <= 0:
+        return Worker(math.nan, 0, 0.0, {})
+    causes = {c: sum(wait.length_s for wait in bubbles if wait.cause == c) / length for c in CAUSES}
+    return Worker(
+        busy=1.0 - sum(lengths) / length,
+        bubbles=len(lengths),
+        bubble_s=sum(lengths),
+        causes={cause: part for cause, part in causes.items() if part > 0},
+    )
 
 
-def _wasted(training: Sequence[Span]) -> float:
-    """Of every micro-batch that was updated on, the last rollout and the last score were of use; all else was not."""
-    updated = {(span.step, span.index) for span in training if span.kind == "update"}
-    useful: dict[tuple[int, int, bool], float] = {}
-    total = 0.0
-    for span in sorted(training, key=lambda span: span.end):
-        if span.kind not in {"generate", "assist", "score"}:
-            continue
-        total += span.end - span.start
-        if (span.step, span.index) in updated:
-            useful[span.step, span.index, span.kind == "score"] = span.end - span.start
-    return max(total - sum(useful.values()), 0.0)
+def _wasted(spans: Sequence[Span]) -> float:
+    """Of every micro-batch that was trained on, the last score and the last whole rollout before that, nothing else.
+
+    A rollout may be in parts, made by several workers: it is whole when it has as many rows as were scored.
+    """
+    trained: set[tuple[int, int]] = set()
+    missing: dict[tuple[int, int], int] = {}
+    wasted = 0.0
+    in_order = sorted(spans, key=lambda span: (span.end, span.start))
+    for span in reversed(in_order):  # of equal ones (work that takes no time) the later in the log is the later
+        key, rows, useful = (span.step, span.index), max(span.rows, 1), True
+        if span.kind in ("update", "help"):
+            trained.add(key)
+        elif span.kind == "score":
+            if useful := key in trained and key not in missing:
+                missing[key] = rows
+        elif span.kind in ("generate", "assist") and (useful := missing.get(key, 0) > 0):
+            missing[key] -= rows
+        wasted += 0.0 if useful else span.end - span.start
+    return wasted
 
 
 def print_summary(summary: Summary, console: Console, run_dir: Path) -> None:
@@ -212,13 +244,51 @@ def _lines(summary: Summary, run_dir: Path) -> list[Text]:
     ]
     if workers:
         lines.append(_labelled("busy", workers))
+    lines += [_labelled("" if k else "bubbles", text) for k, text in enumerate(_bubbles(summary.workers))]
+    if summary.assists.taken or summary.assists.skipped:
+        lines.append(_labelled("assists", assists_line(summary.assists)))
     lines += [_labelled("watch", text) for text in _warnings(summary)]
     lines += [
         _labelled("files", f"{run_dir}"),
         _labelled("", "metrics.jsonl  events.jsonl  samples/  checkpoints/  logs/"),
         _labelled("next", f"digen eval {run_dir}", style="bold"),
+        _labelled("", f"digen trace {run_dir}", style="bold"),
     ]
     return lines
+
+
+def _bubbles(workers: Mapping[str, Worker]) -> list[str]:
+    """One line for each worker with bubbles, longest cause first; many workers are told as a mean of those alike."""
+    alike: dict[str, list[Worker]] = {}
+    for name, worker in workers.items():
+        alike.setdefault(name if len(workers) <= LINES else name.rstrip("0123456789").rstrip("-"), []).append(worker)
+    lines = []
+    for name, group in alike.items():
+        causes = mean_causes(group)
+        if sum(causes.values()) >= NOTHING:
+            who = name if len(group) == 1 else f"{len(group)} {name}s"
+            lines.append(f"{who} {share(sum(causes.values()))}: {causes_line(causes)}")
+    return lines
+
+
+def mean_causes(workers: Sequence[Worker]) -> dict[Cause, float]:
+    """Mean share of the wall time that the workers waited, by cause, the longest first."""
+    means = {cause: fmean(worker.causes.get(cause, 0.0) for worker in workers) for cause in CAUSES} if workers else {}
+    return dict(sorted(((c, part) for c, part in means.items() if part > 0), key=lambda item: -item[1]))
+
+
+def causes_line(causes: Mapping[Cause, float]) -> str:
+    """`waits for trainer 12%, sync 3.0%`, without what rounds to nothing."""
+    return ", ".join(f"{CAUSES[cause]} {share(part)}" for cause, part in causes.items() if part >= NOTHING) or "none"
+
+
+def assists_line(found: Assists) -> str:
+    """`12 taken, 5 skipped; step ends predicted within 1.2% of the step (median), 4.0% (largest)`."""
+    text = f"{found.taken} taken, {found.skipped} skipped"
+    if not found.predicted:
+        return text
+    errors = f"{share(found.median_error)} (median), {share(found.max_error)} (largest)"
+    return f"{text}; step ends predicted within {errors}"
 
 
 def _labelled(label: str, text: str, style: str = "") -> Text:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from digen.observe.base import StepRow
 from digen.observe.files import AppendFile, Warn, log
-from digen.types import Span
+from digen.types import Decision, Span
 
 
 class TensorBoardObserver:
@@ -29,6 +29,9 @@ class TensorBoardObserver:
 
     def on_span(self, span: Span) -> None:
         """Spans are for `events.jsonl`."""
+
+    def on_decision(self, decision: Decision) -> None:
+        """Decisions are for `decisions.jsonl`."""
 
     def on_step(self, row: StepRow) -> None:
         scalars = b"".join(
