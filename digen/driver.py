@@ -25,7 +25,7 @@ from digen.observe.base import Observer
 from digen.observe.files import RunFolder
 from digen.schedule import gap, tag
 from digen.schedule.costs import Costs
-from digen.schedule.share import Share
+from digen.schedule.share import share_of
 from digen.schedule.staleness import StalenessPolicy
 from digen.step import GlobalStep
 from digen.types import (
@@ -81,8 +81,8 @@ class Driver:
         self.generators, self.trainer, self.groups = tuple(generators), trainer, (*generators, trainer)
         self.prompts, self.num_steps, self.total, self.drop = prompts, num_steps, total, drop
         self.observer, self.note, self.folder = observer, observer.on_note, RunFolder(run_dir) if run_dir else None
-        self.share = Share(self.schedule.assist in ("trainer", "both"), self.schedule.generators_help)
-        self.tag = self.share if self.share.trainer else tag.parse(self.schedule.tag)
+        self.share = share_of(self.schedule)
+        self.tag = self.share if self.share and self.share.trainer else tag.parse(self.schedule.tag)
         self.max_in_flight = self.schedule.max_in_flight or len(self.groups)
         per_rollout = config.trainer.updates_per_rollout
         self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window, per_rollout)
@@ -112,7 +112,7 @@ class Driver:
 
     async def run(self) -> None:
         """Train to the last step. An error of any work cancels all other work and leaves as it is."""
-        self.started_s = self.step_started_s = anyio.current_time()
+        self.started_s, self.step_started_s = anyio.current_time(), 0.0
         async with InFlight() as self.flight:
             self.open_steps()
             while not self.finished:  # 4
@@ -181,15 +181,10 @@ class Driver:
         step = self.step_to_generate()
         if step is None or self.versions.holds.get(group.name, self.version) != self.due:
             return None
-        rows = len(step.pending[0].rows)
-        if self.shares and step is self.current:
+        rows = step.num_samples
+        if self.share and step is self.current:
             rows = self.share.generate(group.name, self.bubble(step), self.costs)
         return self.generation("generate", group, step, rows)
-
-    @property
-    def shares(self) -> bool:
-        """Whether workers may take parts of micro-batches."""
-        return self.schedule.assist != "none"
 
     def step_to_generate(self) -> GlobalStep | None:
         """The step whose next micro-batch may start: the current one, or the next as far as its stale share allows."""
@@ -203,11 +198,9 @@ class Driver:
     def assisting(self, trainer: WorkerGroup) -> Work[Rollout] | None:
         """TAG in a bubble: nothing may be trained, and no score is about to change that (rule R3)."""
         step = self.step_to_generate()
-        if step is None or step is not self.current or self.bubble_skipped or self.tag == tag.NONE:
+        if step is None or step is not self.current or self.version != self.due or self.tag == tag.NONE:
             return None
-        if self.version != self.due:
-            return None
-        if self.flight.count("score", step=step.index):
+        if self.bubble_skipped or self.flight.count("score", step=step.index):
             return None
         choice = self.tag.choose(self.bubble(step), self.costs)
         self.bubble_skipped = not choice.rows
@@ -259,17 +252,17 @@ class Driver:
             return None
         if self.schedule.ordered and min(step.ready) != step.num_trained:
             return None
-        rows = self.share.update(trainer.name, self.bubble(step), self.costs) if self.shares else step.num_samples
+        rows = self.share.update(trainer.name, self.bubble(step), self.costs) if self.share else step.num_samples
         # Sharded trainers reduce gradients with the last one, which nobody can name when others take part of it.
-        last = self.share.generators or step.num_trained + 1 == len(step.microbatches)
+        last = self.schedule.generators_help or step.num_trained + 1 == len(step.microbatches)
         return self.update("update", trainer, step, rows, last)
 
     def helping(self, generator: WorkerGroup) -> Work[tuple[Stats, ...]] | None:
         """A generator that has nothing to generate for this step computes gradients, under the trainer's weights."""
         step = self.current
-        if not self.share.generators or step is None or not step.ready or step.pending:
+        if not self.share or step is None or not step.ready or step.pending:
             return None
-        if self.versions.holds[generator.name] != self.version:
+        if not self.share.generators or self.versions.holds[generator.name] != self.version:
             return None
         rows = self.share.update(generator.name, self.bubble(step), self.costs)
         if not rows:
@@ -377,14 +370,17 @@ class Driver:
     # The end of a step ----------------------------------------------------------------------------------------------
 
     def report(self, step: GlobalStep, report: StepReport) -> None:
-        """The step's row; too many non-finite gradients in a row raise DivergedError."""
-        now, results = anyio.current_time(), step.scored_in_order()
-        stats = merge_stats(*(step.stats[index] for index in sorted(step.stats)))
+        now = anyio.current_time() - self.started_s
         length_s, self.step_started_s = now - self.step_started_s, now
         busy = {g.name: self.flight.take_busy_s(g) / length_s if length_s else 0.0 for g in self.groups}
+        stats = merge_stats(*(step.stats[index] for index in sorted(step.stats)))
         due = self.staleness.on_policy(step.index)
-        facts = StepFacts(step.index, due, results, stats, report, now - self.started_s, length_s, busy)
+        facts = StepFacts(step.index, due, step.scored_in_order(), stats, report, now, length_s, busy)
         self.observer.on_step(step_row(facts))
+        self.check_finite(step, report)
+
+    def check_finite(self, step: GlobalStep, report: StepReport) -> None:
+        """Too many non-finite gradients in a row raise DivergedError."""
         self.num_bad_steps = 0 if report.finite else self.num_bad_steps + 1
         if self.num_bad_steps:
             sentence = f"step {step.index}: the gradient is not finite, {self.num_bad_steps} steps in a row now"

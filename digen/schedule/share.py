@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+from digen.config import ScheduleConfig
 from digen.schedule.costs import Costs
 from digen.schedule.tag import Activity, Bubble, Choice
 from digen.types import SpanKind
@@ -79,6 +80,13 @@ class Share:
             return 0 if helps else bubble.next_ready
         part = step.trained_by / max(step.update[worker], 1e-12)
         return _part(part, bubble.next_ready, bubble.kept, at_least=not helps)
+
+
+def share_of(schedule: ScheduleConfig) -> Share | None:
+    """Who shares by `schedule.assist`; None: nobody."""
+    if schedule.assist == "none":
+        return None
+    return Share(trainer=schedule.assist in ("trainer", "both"), generators=schedule.generators_help)
 
 
 def _part(wanted: float, there: int, whole: int, *, at_least: bool = False) -> int:
