@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 
 from digen import plugins, schema
 from digen.algos.base import Algorithm
-from digen.config import ModelConfig, RunConfig
+from digen.config import ModelConfig, RunConfig, TrainerConfig
 from digen.data.prompts import load_prompts
 from digen.errors import ConfigError, DataError, PluginError
 from digen.rewards.base import RewardSet
@@ -72,7 +73,7 @@ def resolve(
     named = [Setting(MODEL, model, "command line")] if model else []
     above = [_read(file) if file else [], from_environment(environ), named + from_overrides(overrides)]
     known = schema.keys(kind)
-    layers = [_defaults(kind), _preset(algorithm, above), *above]
+    layers = _without_older_assist([_defaults(kind), _preset(algorithm, above), *above])
     settings = [s for layer in without_other_types(layers, schema.type_keys(known)) for s in layer]
     tree = merge({}, [s for s in settings if s.path != NAME], schema.open_keys(known))
     return _validate(kind, tree, settings, _other_algorithm(algorithm, settings))
@@ -197,6 +198,16 @@ def _preset(algorithm: str, above: Sequence[Sequence[Setting]]) -> list[Setting]
     return [s for s in settings if name == algorithm or s.path[0] != "algorithm"]
 
 
+def _without_older_assist(layers: Sequence[list[Setting]]) -> list[list[Setting]]:
+    """Whoever sets mode, TAG policy or order means it: `schedule.assist` of the layers below gives way."""
+    rivals = {("schedule", key) for key in ("mode", "tag", "ordered")}
+    top = max(k for k, layer in enumerate(layers) if k == 0 or any(s.path in rivals for s in layer))
+    return [
+        [s for s in layer if s.path != ("schedule", "assist")] if 0 < k < top else layer
+        for k, layer in enumerate(layers)
+    ]
+
+
 def _other_algorithm(algorithm: str, settings: Sequence[Setting]) -> Iterator[tuple[Keys, str]]:
     """A file for another algorithm is refused, not bent to this one."""
     where = plugins.target("algorithms", algorithm)
@@ -265,6 +276,7 @@ def _misfits(config: RunConfig[Any]) -> Iterator[tuple[Keys, str]]:
     yield from _caught(("data", "prompts"), lambda: _check_batch(config))
     yield from _caught(("reward",), RewardSet(config.reward, config.scoring.timeout_s, 1).check)
     yield from _caught(("schedule", "assist"), lambda: _check_helpers(config))
+    yield from _caught(("trainer", "optimizer"), lambda: _check_optimizer(config.trainer))
     per_step, per_microbatch = config.data.prompts_per_step, config.schedule.prompts_per_microbatch
     if per_microbatch > per_step:
         path = ("schedule", "prompts_per_microbatch")
@@ -290,6 +302,15 @@ def _check_helpers(config: RunConfig[Any]) -> None:
     if not hasattr(plugins.find("generators", backend), "hand_gradients"):
         reason = "it has no `accumulate` and `hand_gradients`"
         raise ConfigError(f"schedule.assist={assist}: generator {backend!r} cannot compute gradients, {reason}")
+
+
+def _check_optimizer(trainer: TrainerConfig) -> None:
+    package = trainer.needs_package
+    if package and find_spec(package) is None:
+        raise ConfigError(
+            f"trainer.optimizer={trainer.optimizer} needs {package} (for trainer.backend={trainer.backend}), which is "
+            f"not installed: pip install 'digen[8bit]'; allowed without it: adamw, sgd"
+        )
 
 
 def _caught(path: Keys, check: Callable[[], object]) -> Iterator[tuple[Keys, str]]:

@@ -103,6 +103,19 @@ def test_a_file_with_rewards_replaces_those_of_the_preset_and_an_override_adds(w
     assert {name: term.weight for name, term in both.reward.items()} == {"ocr": 1.0, jpeg: -0.5}
 
 
+def test_who_sets_the_mode_or_the_tag_policy_switches_off_the_assist_of_the_layers_below(write) -> None:
+    def assist(*overrides: str, **where: Any) -> str:
+        return run_with(*overrides, **where).schedule.assist
+
+    assert assist() == assist("schedule.staleness=0.5") == "both"  # the preset's
+    assert assist("schedule.tag=bts") == assist("schedule.mode=naive") == "none"
+    assert assist("schedule.tag=bts", "schedule.assist=generator") == "generator"
+    file = write("schedule: {assist: trainer}\n")
+    assert assist(file=file) == assist("schedule.assist=trainer", environ={"DIGEN_SCHEDULE__TAG": "bts"}) == "trainer"
+    assert assist("schedule.tag=none", file=file) == "none"
+    assert assist(file=write(dump(run_with("schedule.assist=both", "schedule.tag=bts")))) == "both"
+
+
 def test_the_highest_layer_that_names_a_model_chooses_the_preset(write, tmp_path: Path) -> None:
     assert run_with().model.name == "glyph"
     file = write("model: {name: nowhere}\n")
