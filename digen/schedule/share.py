@@ -141,8 +141,9 @@ class _Outlook:
         free = [self.free[g.worker] for g in self.bubble.generators]
         if self.bubble.unscored:
             return min(free, default=inf) + score
-        under_way = [self.free[g.worker] for g in self.bubble.generators if g.kind == "generate"]
-        return min(under_way, default=0.0) + score
+        whole = {g.worker: self.generate[g.worker] * self.bubble.rows for g in self.bubble.generators}
+        ends = [self.free[g.worker] + (g.kind != "generate") * whole[g.worker] for g in self.bubble.generators]
+        return min(ends, default=0.0) + score
 
     def _row(self, worker: str, kind: SpanKind, rows: int) -> float | None:
         seconds = self.costs.seconds(worker, kind, rows)
