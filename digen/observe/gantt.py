@@ -1,12 +1,13 @@
 """A stretch of a run as text: a lane for each worker, a letter for what it does.
 
-Invariant: pure; a cell shows what takes most of its time, capitals and small letters change with the micro-batch, so
-that neighbours are told apart, and lanes, axis and legend stay within the width.
+Invariant: pure; a cell shows what takes most of its time; calls of one kind are in small letters and capitals by turns,
+so that neighbours are told apart; lanes, axis and legend stay within the width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 from typing import NamedTuple
 
@@ -58,18 +59,26 @@ def gantt(spans: Iterable[Span], window: tuple[float, float], step: int, width: 
 
 def _lane(name: str, spans: Sequence[Span], window: tuple[float, float], step: int, margin: int, cells: int) -> Text:
     """One worker, and at its end the share of the time in which it is busy."""
-    lane = Text(name.ljust(margin))
-    each = (window[1] - window[0]) / cells
+    lane, each = Text(name.ljust(margin)), (window[1] - window[0]) / cells
+    drawn = list(_letters(spans, step))
     for cell in range(cells):
         start = window[0] + cell * each
-        span = max(spans, key=lambda s: _overlap(s, start, start + each))
-        if 2 * sum(_overlap(s, start, start + each) for s in spans) < each:
-            lane.append(IDLE, "dim")
-            continue
-        look = _look(span, step)
-        lane.append(look.letter.upper() if span.index % 2 else look.letter, look.style)
+        letter, style, longest = IDLE, "dim", each - sum(_overlap(span, start, start + each) for span in spans)
+        for span, look, shown in drawn:
+            if (overlap := _overlap(span, start, start + each)) > longest:
+                letter, style, longest = shown, look.style, overlap
+        lane.append(letter, style)
     worked = sum(_overlap(span, *window) for span in spans)
     return lane.append(share(worked / (window[1] - window[0])).rjust(6), "dim")
+
+
+def _letters(spans: Iterable[Span], step: int) -> Iterator[tuple[Span, Look, str]]:
+    """Each call with its letter, every second one of a look as a capital."""
+    seen: Counter[Look] = Counter()
+    for span in sorted(spans, key=lambda span: span.start):
+        look = _look(span, step)
+        yield span, look, look.letter.upper() if seen[look] % 2 else look.letter
+        seen[look] += 1
 
 
 def _look(span: Span, step: int) -> Look:

@@ -57,8 +57,8 @@ class Costs:
         return costs
 
     @classmethod
-    def over(cls, spans: Iterable[Span]) -> Self:
-        """The profile of a whole run: of each kind and size the mean of the middle 80 % of all calls but the first.
+    def over(cls, spans: Iterable[Span], *, trimmed: bool = True) -> Self:
+        """The mean of all calls of each kind and size; `trimmed`: of the middle 80 % of all but the first.
 
         A step is a sum of calls, so a mean predicts it better than a median; without its tails it is as robust.
         """
@@ -67,10 +67,17 @@ class Costs:
             calls[span.worker, span.kind][span.rows].append(span.end - span.start)
         return cls(
             {
-                key: {rows: Measured.carried(_middle_mean(seconds[1:] or seconds)) for rows, seconds in sizes.items()}
+                key: {
+                    rows: Measured.carried(_middle_mean(each) if trimmed else fmean(each))
+                    for rows, each in sizes.items()
+                }
                 for key, sizes in calls.items()
             }
         )
+
+    def updated(self, other: Costs) -> Self:
+        """With the other profile's costs where it has any."""
+        return type(self)({**self.measured, **other.measured})
 
     def fixed(self, worker: str, kind: SpanKind, rows: int, seconds: float) -> Self:
         """With this work on `rows` samples taking so long, whatever was measured of it before, at any size."""
@@ -134,5 +141,6 @@ class Costs:
 
 
 def _middle_mean(seconds: Sequence[float]) -> float:
-    cut = int(TAIL * len(seconds))
-    return fmean(sorted(seconds)[cut : len(seconds) - cut])
+    warm = sorted(seconds[1:] or seconds)
+    cut = int(TAIL * len(warm))
+    return fmean(warm[cut : len(warm) - cut])
