@@ -79,7 +79,7 @@ def test_the_version_is_the_package_s() -> None:
     assert call("--version").stdout == f"digen {digen.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "eval", "sample", "list"])
+@pytest.mark.parametrize("command", ["run", "eval", "sample", "list", "trace", "plan"])
 def test_every_command_has_help_and_json(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0
