@@ -10,7 +10,7 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import digen
-from digen.errors import DigenError
+from digen.errors import ConfigError, DigenError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from digen.trained import Kind
 
 app = typer.Typer(
     name="digen",
@@ -46,6 +48,9 @@ def _installed(kind: Any) -> list[str]:
 
 Json = Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout and nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Weights = Annotated[
+    str | None, typer.Option(metavar="live|ema", help="Which trained weights; the average (ema) where there is one.")
+]
 
 
 def _show_version(asked: bool) -> None:
@@ -65,11 +70,11 @@ def _root(
 @app.command()
 def run(
     algorithm: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="Name from `digen list`, or path.py:Name.", autocompletion=lambda: _installed("algorithms")
         ),
-    ],
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
     model: Annotated[
         str | None,
@@ -86,6 +91,16 @@ def run(
     costs: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Start with the costs that another run measured.")
     ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with a run, from its newest checkpoint.")
+    ] = None,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="With --resume: a setting that may change the results; repeatable."),
+    ] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Start a new run from the weights of another.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the resolved settings and counts, run nothing.")
     ] = False,
@@ -100,6 +115,7 @@ def run(
         "steps": steps,
         "seed": seed,
         "run_dir": run_dir,
+        "checkpoint.init_from": init_from,
     }
     with _reported(debug):
         from digen.presets import resolve
@@ -107,7 +123,16 @@ def run(
         settings = [f"{key}={_quoted(value)}" for key, value in flags.items() if value is not None]
         if reward:
             settings.append(f"reward={json.dumps({name: {} for name in reward})}")
-        resolved = resolve(algorithm, model, config, [*settings, *(overrides or ())], os.environ)
+        words = [word for word in (algorithm, *(overrides or ())) if word is not None]
+        if resume:
+            given = {"--config": config, "--run-dir": run_dir, "--init-from": init_from}
+            resolved = _resumed(resume, words, settings, [name for name, value in given.items() if value is not None])
+        else:
+            if algorithm is None:
+                raise ConfigError(
+                    "got no ALGORITHM; allowed: a name from `digen list` or path.py:Name, or --resume RUN"
+                )
+            resolved = resolve(algorithm, model, config, [*settings, *words[1:]], os.environ)
         known = None
         if costs:
             from digen.run import known_costs
@@ -118,33 +143,62 @@ def run(
             return
         from digen.run import run as start
 
-        summary = start(resolved, console=_console(stderr=as_json), costs=known)
+        allowed = None if resume is None else allow_change or ()
+        summary = start(resolved, console=_console(stderr=as_json), costs=known, resume=allowed)
         if as_json:
             _emit(summary.as_dict())
 
 
 @app.command("eval")
 def evaluate(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", exists=True, file_okay=False)],
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run or of an export.", exists=True, file_okay=False)
+    ],
+    weights: Weights = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare a run's trained model with its base model on held-out prompts."""
+    """Compare a trained model with its base model on held-out prompts."""
     with _reported(debug):
         from digen.evaluate import evaluate as start
 
-        report = start(run_dir, console=_console(stderr=as_json))
+        report = start(run_dir, _kind(weights), console=_console(stderr=as_json))
         if as_json:
             _emit(report.as_dict())
 
 
 @app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.", exists=True, file_okay=False)],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty folder.")],
+    weights: Weights = None,
+    checkpoint: Annotated[
+        int | None, typer.Option(metavar="N", help="Weights after N steps; the newest checkpoint if not given.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write trained weights as diffusers loads them: a LoRA file or a transformer, with a model card."""
+    with _reported(debug):
+        from digen.export import export as start
+
+        made = start(run_dir, to, _kind(weights), checkpoint)
+        if as_json:
+            _emit(made.as_dict())
+        else:
+            typer.echo(f"{made.path}: {made.format}, {made.weights} weights of {made.checkpoint}")
+
+
+@app.command()
 def sample(
-    run_or_model: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or a model's name.")],
+    run_or_model: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run or of an export, or a model's name.")
+    ],
     prompt: Annotated[list[str], typer.Option(help="What to draw; repeatable.")],
     out: Annotated[Path, typer.Option(help="Folder for the images.")] = Path("samples"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
     num_steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; the model's own if not given.")] = None,
+    weights: Weights = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -152,7 +206,8 @@ def sample(
     with _reported(debug):
         from digen.evaluate import sample as start
 
-        paths = [str(path) for path in start(run_or_model, prompt, out, seed, num_steps)]
+        console = _console(stderr=True)
+        paths = [str(path) for path in start(run_or_model, prompt, out, seed, num_steps, _kind(weights), console)]
         if as_json:
             _emit({"images": paths})
         else:
@@ -244,6 +299,27 @@ def list_plugins(as_json: Json = False, debug: Debug = False) -> None:
             for k, plugin in enumerate(members):
                 table.add_row(*map(Text, ("" if k else kind, plugin.name, plugin.summary, plugin.source)))
         _console(stderr=False).print(table)
+
+
+def _kind(weights: str | None) -> Kind | None:
+    from digen.trained import kind_of
+
+    return None if weights is None else kind_of(weights)
+
+
+def _resumed(run_dir: Path, words: Sequence[str], settings: Sequence[str], given: Sequence[str]) -> Any:
+    """The settings of a run that goes on: its own, then the environment's, then those of the command line."""
+    from digen.observe.files import RunFolder
+    from digen.presets import algorithm_of, load
+
+    if given:
+        raise ConfigError(f"{given[0]} cannot be used with --resume, which goes on in the run's folder and settings")
+    file = RunFolder.open(run_dir).config
+    name = algorithm_of(file)
+    here = [word for word in words[:1] if "=" not in word]
+    if here and here != [name]:
+        raise ConfigError(f"got {here[0]!r}, but {run_dir} is a run of {name!r}; leave it out")
+    return load(file, [*settings, *words[len(here) :], f"run_dir={_quoted(run_dir)}"], os.environ)
 
 
 def _quoted(value: object) -> str:

@@ -113,6 +113,15 @@ class LoraConfig(Section):
     """None: what the model names."""
 
 
+class EmaConfig(Section):
+    """Exponential moving average of the trained weights."""
+
+    decay: Annotated[FiniteFloat, Field(gt=0, lt=1)] = 0.999
+    """Share of itself that the average keeps at each step."""
+    warmup_steps: Count = 10
+    """At step t it keeps (1 + t) / (warmup_steps + t) while that is less: a young average follows. 1: no warm-up."""
+
+
 class TrainerConfig(GroupConfig):
     """Workers that compute gradients; they can generate too (TAG)."""
 
@@ -125,9 +134,13 @@ class TrainerConfig(GroupConfig):
     lora: LoraConfig | None = None
     """None: full weights."""
     learning_rate: Positive = 3e-4
-    """Constant."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """sgd: without momentum, to compare runs exactly."""
+    """The highest; `lr_schedule` and `warmup_steps` say when."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or falling towards 0 at the run's last step, along a line or half a cosine."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises, in equal parts, to `learning_rate`."""
+    optimizer: Literal["adamw", "adamw-8bit", "sgd"] = "adamw"
+    """adamw-8bit: moments in 8 bits (bitsandbytes; `fsdp`: torchao); sgd: without momentum, to compare runs exactly."""
     adam_eps: Positive = 1e-8
     """Mean-reduced log-probs make tiny gradients: for full weights 1e-10 or less is usual."""
     adam_betas: tuple[Share, Share] = (0.9, 0.999)
@@ -136,17 +149,26 @@ class TrainerConfig(GroupConfig):
     """Decoupled, as in AdamW."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; null: not at all."""
+    ema: EmaConfig | None = None
+    """Average of the trained weights over steps, for `digen eval`, `sample` and `export`; training never reads it."""
     updates_per_rollout: Count = 1
     """Optimizer steps U under one generation version: so many global steps in a row are sampled with the same weights,
     and from the second on the ratio is not 1. Each is a global step, with `data.prompts_per_step` prompts."""
-    tsp: Annotated[int, Field(ge=0)] = 1
-    """Timesteps stacked into one forward pass (TSP); 0: all trained ones."""
+    tsp: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
+    """Timesteps stacked into one forward pass (TSP); 0: all trained ones; auto: as many as fit into free memory."""
     max_bad_steps: Count = 3
     """Stop after so many steps in a row with a non-finite gradient (which is never applied)."""
     log_prob_gap: Positive = 1e-3
     """Largest |replayed - rollout log-prob| of an on-policy sample that counts as sound."""
     on_log_prob_gap: Literal["warn", "stop"] = "warn"
     """What a larger gap does."""
+
+    @property
+    def needs_package(self) -> str | None:
+        """What must be installed for `optimizer`; bitsandbytes cannot step sharded tensors, torchao compiles first."""
+        if self.optimizer != "adamw-8bit":
+            return None
+        return "torchao" if self.backend == "fsdp" else "bitsandbytes"
 
 
 class ScheduleConfig(Section):
@@ -207,7 +229,13 @@ class EngineConfig(Section):
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Save the trainable weights every so many steps (a multiple of `updates_per_rollout`); 0: only at the end."""
+    """Save what `digen run --resume` needs every so many steps (a multiple of `updates_per_rollout`); 0: at the end."""
+    keep: Count | None = None
+    """Delete all but the newest so many checkpoints; None: no checkpoint is deleted."""
+    best: str | None = None
+    """Keep the checkpoint with the largest value of this metric too, e.g. `reward/mean`, of the step before it."""
+    init_from: Path | None = None
+    """Folder of a run whose trained weights this one starts from (`--init-from`); a resumed run does not read it."""
 
 
 class ObserveConfig(Section):
@@ -287,6 +315,8 @@ def impossible(config: RunConfig[Any]) -> list[str]:
     if config.trainer.backend == "local" and config.trainer.ranks > 1:
         wrong.append(f"trainer.backend=local has one rank, got trainer.ranks={config.trainer.ranks}; use fsdp")
     wrong += [*_deepspeed_only(config.trainer), *_not_with_deepspeed(config)]
+    if config.trainer.optimizer == "adamw-8bit" and config.trainer.dtype == "float64":
+        wrong.append("trainer.optimizer=adamw-8bit needs trainer.dtype=float32 or bfloat16, got float64")
     if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
         wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
     return wrong
@@ -306,11 +336,8 @@ def _not_with_deepspeed(config: RunConfig[Any]) -> Iterator[str]:
         return
     if config.trainer.dtype == "float64":
         yield "trainer.dtype=float64 is not possible with trainer.backend=deepspeed: its optimizer is float32"
-    if config.schedule.generators_help:
-        yield (
-            f"schedule.assist={config.schedule.assist} needs trainer.backend=local or fsdp, got deepspeed, which "
-            "cannot take gradients from generators; allowed: none, trainer"
-        )
+    if config.trainer.optimizer == "adamw-8bit":
+        yield "trainer.optimizer=adamw-8bit needs trainer.backend=local or fsdp, got deepspeed; allowed: adamw, sgd"
 
 
 def _impossible_assist(schedule: ScheduleConfig) -> list[str]:

@@ -16,6 +16,7 @@ import anyio
 
 from digen import credit
 from digen.calls import Calls
+from digen.checkpoint.saves import Saves
 from digen.config import RunConfig
 from digen.engines.base import WorkerGroup
 from digen.errors import ConfigError, DivergedError, RewardError
@@ -38,6 +39,7 @@ from digen.types import (
     Scores,
     Span,
     SpanKind,
+    Start,
     Stats,
     StepReport,
     Version,
@@ -50,7 +52,7 @@ Duty = Callable[[WorkerGroup], Work[Any] | None]
 
 
 class Driver:
-    """Runs the global steps `version` .. `num_steps` - 1 on worker groups that are loaded.
+    """Runs the global steps `start.version` .. `num_steps` - 1 on worker groups that are loaded.
 
     Consumes: the prompts of each step, by one call of `prompts(step)`, in step order.
     Waits for: calls on worker groups, at most one under way on each.
@@ -58,8 +60,8 @@ class Driver:
     Unblocked by: any call that ends. When none is under way and none may start, it raises instead of waiting.
 
     No `generators`: colocated. `total`: each row's reward from its single ones, not finite where one failed. `drop`:
-    frees what a reference stands for. `run_dir`: None writes no file. `version` > 0: the trainer holds these weights,
-    the generators do not yet. `costs`: measured before. Raises ConfigError when schedule and groups do not fit.
+    frees what a reference stands for. `run_dir`: None writes no file. `costs`: measured before. Raises ConfigError when
+    schedule and groups do not fit.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Driver:
         drop: Callable[[Ref], None],
         observer: Observer,
         run_dir: Path | None = None,
-        version: Version = 0,
+        start: Start = Start(),  # noqa: B008 - a frozen value
         costs: Costs = Costs(),  # noqa: B008 - a frozen value
     ) -> None:
         self.config, self.schedule, self.algorithm = config, config.schedule, config.algorithm
@@ -88,14 +90,14 @@ class Driver:
         self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window, per_rollout)
         self.duties = self.assign_duties()
 
-        self.version = version
+        self.start, self.version = start, start.version
         self.steps: dict[int, GlobalStep] = {}  # the current step; under TCSS also the next
         self.calls = Calls(config, total, self.folder, self.note)
-        self.versions = Versions((g.name for g in generators), None if version else 0, drop)
-        self.saved_version = version
+        self.versions = Versions((g.name for g in generators), None if start.loaded else 0, drop)
+        self.saves = Saves(config, self.folder, num_steps, start.version, self.note)
         self.costs = costs
         self.bubble_skipped = False
-        self.num_bad_steps = 0
+        self.num_bad_steps = start.num_bad_steps
 
     def assign_duties(self) -> dict[str, tuple[Duty, ...]]:
         """What each group looks for when it is idle, most urgent first: this is what the modes differ in."""
@@ -112,9 +114,12 @@ class Driver:
 
     async def run(self) -> None:
         """Train to the last step. An error of any work cancels all other work and leaves as it is."""
-        self.started_s, self.step_started_s = anyio.current_time(), 0.0
+        self.step_started_s = self.start.elapsed_s
+        self.started_s = anyio.current_time() - self.step_started_s
         async with InFlight() as self.flight:
             self.open_steps()
+            for rollout in self.start.rollouts:
+                self.steps[rollout.microbatch.step].made_before(rollout)
             while not self.finished:  # 4
                 for group in self.groups:
                     if self.flight.idle(group) and (work := self.next_work(group)):  # 5-8, 18-20
@@ -125,7 +130,7 @@ class Driver:
 
     @property
     def finished(self) -> bool:
-        return self.version >= self.num_steps and not self.unsaved and not self.flight.running()
+        return self.version >= self.num_steps and not self.saves.due(self.version) and not self.flight.running()
 
     def next_work(self, group: WorkerGroup) -> Work[Any] | None:
         """The first work that one of the group's duties finds."""
@@ -287,7 +292,7 @@ class Driver:
                 self.drop(shard.trajectory)
         complaint = log_prob_complaint(step.index, stats, self.config.trainer.log_prob_gap)
         if complaint and self.config.trainer.on_log_prob_gap == "stop":
-            raise DivergedError(complaint)
+            self.saves.stop(self.version, DivergedError(complaint))
         if complaint and not step.gap_noted:
             step.gap_noted = True
             self.note(complaint)
@@ -323,6 +328,7 @@ class Driver:
         rewards = credit.whole_groups(scored for scored, _ in step.scored_in_order())
         scale = self.algorithm.advantage.gradient_scale(rewards) if rewards else 1.0
         report: StepReport = (await self.trainer.call("optimizer_step", scale))[0]
+        await self.saves.finish(self.trainer, wait=False)
         version = step.index + 1
         wanted = self.generators and version < self.num_steps and version == self.staleness.on_policy(version)
         return report, await self.publish(version) if wanted else None
@@ -376,30 +382,26 @@ class Driver:
         stats = merge_stats(*(step.stats[index] for index in sorted(step.stats)))
         due = self.staleness.on_policy(step.index)
         facts = StepFacts(step.index, due, step.scored_in_order(), stats, report, now, length_s, busy)
-        self.observer.on_step(step_row(facts))
+        self.row = step_row(facts)
+        self.observer.on_step(self.row)
         self.check_finite(step, report)
 
     def check_finite(self, step: GlobalStep, report: StepReport) -> None:
-        """Too many non-finite gradients in a row raise DivergedError."""
+        """Too many non-finite gradients in a row end the run."""
         self.num_bad_steps = 0 if report.finite else self.num_bad_steps + 1
         if self.num_bad_steps:
             sentence = f"step {step.index}: the gradient is not finite, {self.num_bad_steps} steps in a row now"
             if self.num_bad_steps >= self.config.trainer.max_bad_steps:
-                raise DivergedError(f"{sentence}; trainer.max_bad_steps={self.config.trainer.max_bad_steps}")
+                reason = DivergedError(f"{sentence}; trainer.max_bad_steps={self.config.trainer.max_bad_steps}")
+                self.saves.stop(self.version, reason)
             self.note(f"{sentence}; nothing was applied")
 
-    @property
-    def unsaved(self) -> bool:
-        """Whether the present weights are still to be written: every `checkpoint.every` steps, and the last."""
-        every = self.config.checkpoint.every
-        due = self.version == self.num_steps or (every > 0 and self.version % every == 0)
-        return self.folder is not None and due and self.saved_version < self.version
-
-    def saving(self, trainer: WorkerGroup) -> Work[object] | None:
-        if self.folder is None or not self.unsaved:
+    def saving(self, trainer: WorkerGroup) -> Work[None] | None:
+        if not self.saves.due(self.version):
             return None
-        do = partial(trainer.call, "save", self.folder.checkpoint(self.version))
-        return Work("save", trainer, self.version - 1, NO_INDEX, self.version, do, self.saved)
-
-    def saved(self, _: object) -> None:
-        self.saved_version = self.version
+        # Which samples of the coming steps are stale is settled: under the new weights no more of them may begin.
+        stale = {index: step.num_stale for index, step in self.steps.items() if step.num_stale}
+        old = self.version - self.staleness.updates_per_rollout if stale else None
+        facts = {"num_steps": self.num_steps, "row": self.row, "num_bad_steps": self.num_bad_steps, "stale": stale}
+        do = partial(self.saves.save, trainer, self.version, old, facts)
+        return Work("save", trainer, self.version - 1, NO_INDEX, self.version, do, lambda _: None)

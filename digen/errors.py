@@ -51,6 +51,10 @@ class SyncError(DigenError, RuntimeError):
     """A replica's weights are not the trainer's after a sync (rule R15)."""
 
 
+class CheckpointError(DigenError, RuntimeError):
+    """A checkpoint cannot be written, or is not what its manifest says."""
+
+
 class RewardError(DigenError, RuntimeError):
     """A reward could not be computed and the run is set to stop on that (rule R17)."""
 

@@ -1,4 +1,4 @@
-"""Comparing a run's trained model with its base, and drawing single images: `digen eval` and `digen sample`.
+"""Comparing a trained model with its base, and drawing single images: `digen eval` and `digen sample`.
 
 Invariant: base and trained model get the same prompts, the same initial noise and no step noise, so that what differs
 between the two is the training.
@@ -25,10 +25,13 @@ from digen.config import RunConfig
 from digen.data.prompts import load_prompts
 from digen.engines.base import WorkerGroup
 from digen.engines.together import all_at_once
-from digen.observe.files import RunFolder, write_atomic
+from digen.errors import ConfigError
+from digen.observe.files import write_atomic
 from digen.observe.grid import side_by_side
+from digen.rewards.base import RewardSet
 from digen.rewards.total import total
 from digen.run import load, make_engine, spec
+from digen.trained import Kind, Trained, find
 from digen.types import Prompt, Ref, Scores
 
 SEED = 0
@@ -48,12 +51,15 @@ class EvalReport:
     trained_reward: float
     rewards: Mapping[str, tuple[float, float]]
     picture: Path
+    weights: Kind = "live"
+    """Which weights of the checkpoint `trained` stands for."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {
             "run_dir": str(self.run_dir),
             "checkpoint": str(self.checkpoint),
+            "weights": self.weights,
             "num_prompts": self.num_prompts,
             "base_reward": self.base_reward,
             "trained_reward": self.trained_reward,
@@ -63,40 +69,41 @@ class EvalReport:
         }
 
 
-def evaluate(run_dir: Path, *, console: Console) -> EvalReport:
-    """Score base and trained model on the held-out prompts; writes `eval.json` and `eval.png` into the run folder.
+def evaluate(run_dir: Path, weights: Kind | None = None, *, console: Console) -> EvalReport:
+    """Score base and trained model on the held-out prompts; writes `eval.json` and `eval.png` into the folder.
 
-    Raises ConfigError when the folder holds no run or no checkpoint, and what workers raise.
+    The folder is that of a run or of an export; `weights` None: the average (`trainer.ema`) where there is one. Raises
+    ConfigError when there are no such weights, and what workers raise.
     """
-    folder = RunFolder.open(run_dir)
-    config = presets.load(folder.config)
-    checkpoint = folder.newest_checkpoint()
+    trained = find(run_dir, weights)
+    config = trained.config
+    RewardSet(config.reward, config.scoring.timeout_s).check()
     prompts = load_prompts(presets.prompt_file(config, "heldout"), config.data.column)
-    report = anyio.run(partial(_evaluate, config, folder, checkpoint, prompts))
-    write_atomic(folder.path / "eval.json", json.dumps(report.as_dict(), indent=2) + "\n")
-    _print(report, console)
+    report = anyio.run(partial(_evaluate, trained, prompts))
+    write_atomic(run_dir / "eval.json", json.dumps(report.as_dict(), indent=2) + "\n")
+    _print(report, trained.label, console)
     return report
 
 
-async def _evaluate(
-    config: RunConfig[Any], folder: RunFolder, checkpoint: Path, prompts: Sequence[Prompt]
-) -> EvalReport:
+async def _evaluate(found: Trained, prompts: Sequence[Prompt]) -> EvalReport:
+    config = found.config
     engine = make_engine(config)
     results: dict[str, tuple[Scores, Ref]] = {}
 
     async def one(group: WorkerGroup) -> None:
         if group.name == "trained":
-            await group.call("restore", checkpoint)
+            await group.call("load_weights", found.path)
         results[group.name] = (await group.call("evaluate", tuple(prompts), SEED, True))[0]
 
     target = plugins.target("generators", config.generator.backend)
     placement = config.generator.model_copy(update={"ranks": 1})
-    specs = [spec(config, name, target, placement, folder.logs) for name in ("base", "trained")]
+    logs = found.folder / "logs" if found.path.is_file() else None  # an export is no place for them
+    specs = [spec(config, name, target, placement, logs) for name in ("base", "trained")]
     async with engine.open(specs) as groups:
         await load(groups)
         await all_at_once(partial(one, group) for group in groups.values())
         media = {name: engine.store.get(ref)["media"][:SHOWN].numpy() for name, (_, ref) in results.items()}
-        picture = folder.path / "eval.png"
+        picture = found.folder / "eval.png"
         captions = _captions(config, prompts, results)
         side_by_side(media["base"], media["trained"], captions[:SHOWN], picture)
     base, trained = results["base"][0], results["trained"][0]
@@ -105,7 +112,8 @@ async def _evaluate(
         for j, name in enumerate(base.names)
     }
     sums = [_mean(total(scores, terms=config.reward)) for scores in (base, trained)]
-    return EvalReport(folder.path, checkpoint, len(prompts), sums[0], sums[1], single, picture)
+    where = (found.folder, found.checkpoint)
+    return EvalReport(*where, len(prompts), sums[0], sums[1], single, picture, found.weights)
 
 
 def _captions(
@@ -122,7 +130,7 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(finite) if finite else math.nan
 
 
-def _print(report: EvalReport, console: Console) -> None:
+def _print(report: EvalReport, label: str, console: Console) -> None:
     console.print(f"{report.num_prompts} held-out prompts, one sample each, no step noise")
     table = Table()
     for title in ("reward", "base", "trained", "gain"):
@@ -133,26 +141,34 @@ def _print(report: EvalReport, console: Console) -> None:
         base, trained = report.base_reward, report.trained_reward
         table.add_row("weighted sum", f"{base:.3f}", f"{trained:.3f}", f"{trained - base:+.3f}")
     console.print(table)
+    console.print(f"trained: {label}", highlight=False, soft_wrap=True)
     console.print(f"side by side: {report.picture}", highlight=False, soft_wrap=True)
 
 
 def sample(
-    run_or_model: str, prompts: Sequence[str], out: Path, seed: int = 0, num_steps: int | None = None
+    run_or_model: str,
+    prompts: Sequence[str],
+    out: Path,
+    seed: int = 0,
+    num_steps: int | None = None,
+    weights: Kind | None = None,
+    console: Console | None = None,
 ) -> list[Path]:
-    """Draw one image per prompt, without step noise, with a run's trained model or a model as it is.
+    """Draw one image per prompt, without step noise: with a run's trained model, an exported one, or a model as it is.
 
-    Writes `out/000.png`, ... and returns the paths. Raises ConfigError for what is neither a run nor a model.
+    Writes `out/000.png`, ... and returns the paths; `weights` as for `evaluate`. Raises ConfigError for what is none of
+    the three.
     """
-    checkpoint = None
-    if Path(run_or_model).is_dir():
-        folder = RunFolder.open(Path(run_or_model))
-        config, checkpoint = presets.load(folder.config), folder.newest_checkpoint()
-    else:
-        config = presets.for_model(run_or_model)
+    trained = find(Path(run_or_model), weights) if Path(run_or_model).is_dir() else None
+    if trained is None and weights is not None:
+        raise ConfigError(f"--weights={weights}: {run_or_model} is no folder of a run or an export")
+    if trained and console:
+        console.print(trained.label, highlight=False, soft_wrap=True)
+    config = trained.config if trained else presets.for_model(run_or_model)
     if num_steps is not None:
         sampling = config.sampling.model_copy(update={"eval_num_steps": num_steps})
         config = config.model_copy(update={"sampling": sampling})
-    media = anyio.run(partial(_sample, config, checkpoint, tuple(prompts), seed))
+    media = anyio.run(partial(_sample, config, trained.path if trained else None, tuple(prompts), seed))
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"{k:03d}.png" for k in range(len(prompts))]
     for path, image in zip(paths, media, strict=True):
@@ -160,7 +176,7 @@ def sample(
     return paths
 
 
-async def _sample(config: RunConfig[Any], checkpoint: Path | None, prompts: tuple[str, ...], seed: int) -> Any:
+async def _sample(config: RunConfig[Any], trained: Path | None, prompts: tuple[str, ...], seed: int) -> Any:
     """Media (K, H, W, 3) of these prompts."""
     engine = make_engine(config)
     placement = config.generator.model_copy(update={"ranks": 1})
@@ -169,7 +185,7 @@ async def _sample(config: RunConfig[Any], checkpoint: Path | None, prompts: tupl
     async with engine.open([replace(worker, payload={**worker.payload, "reward": {}})]) as groups:
         await load(groups)
         group = groups["generator"]
-        if checkpoint is not None:
-            await group.call("restore", checkpoint)
+        if trained is not None:
+            await group.call("load_weights", trained)
         _, ref = (await group.call("evaluate", rows, seed, False))[0]
         return engine.store.get(ref)["media"].numpy().copy()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, cast
 
 from pydantic import ValidationError
@@ -91,13 +92,19 @@ def for_model(model: str) -> RunConfig[Any]:
     return kind.model_validate(merge({}, settings, schema.open_keys(schema.keys(kind))))
 
 
-def load(path: Path) -> RunConfig[Any]:
+def load(
+    path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = MappingProxyType({})
+) -> RunConfig[Any]:
     """The run of a file written with `dump`: the file itself says which algorithm it is for."""
-    settings = _read(path)
-    names = [s.value for s in settings if s.path == NAME]
+    return resolve(algorithm_of(path), None, path, overrides, environ)
+
+
+def algorithm_of(path: Path) -> str:
+    """The algorithm that a file written with `dump` is for."""
+    names = [s.value for s in _read(path) if s.path == NAME]
     if not names:
         raise ConfigError(f"{path}: algorithm.name is missing; allowed: an algorithm of `digen list` or path.py:Name")
-    return resolve(str(names[-1]), None, path, (), {})
+    return str(names[-1])
 
 
 def dump(config: RunConfig[Any]) -> str:
@@ -232,7 +239,7 @@ def _validate(
     found += [*_missing_plugins(tree), *_missing_files(tree)]
     if config is not None and not found:
         found += _misfits(config)
-    lines = [_with_source(text, path, settings, known) for path, text in found]
+    lines = list(dict.fromkeys(_with_source(text, path, settings, known) for path, text in found))
     if config is None or lines:
         raise ConfigError(lines[0] if len(lines) == 1 else "\n".join([f"{len(lines)} problems:", *lines]))
     return config

@@ -6,8 +6,8 @@ are ended and what it wrote is whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +15,16 @@ from typing import Any, cast
 import anyio
 from rich.console import Console
 
-from digen import plugins
+from digen import plugins, trained
+from digen.calls import Calls
+from digen.checkpoint.resume import Past, go_on, locked, make_again, stale_microbatches, write_facts
 from digen.config import GroupConfig, RunConfig, doubts
 from digen.data.prompts import load_prompts
 from digen.data.sampler import StepPrompts
 from digen.driver import Driver
 from digen.engines.base import Engine, WorkerGroup, WorkerSpec
 from digen.engines.together import all_at_once
+from digen.errors import ConfigError, DivergedError
 from digen.observe.base import Observer
 from digen.observe.files import RunFolder, write_atomic
 from digen.observe.live import RunInfo
@@ -31,7 +34,7 @@ from digen.presets import dump, payload, prompt_file
 from digen.rewards.base import RewardSet
 from digen.rewards.total import total
 from digen.schedule.costs import Costs
-from digen.types import Span
+from digen.types import Span, Start
 from digen.workload import TRAINER, finished_spans, generator_names
 
 
@@ -50,11 +53,14 @@ class RunSummary:
         return {**place, **self.summary.as_json()}
 
 
-def run(config: RunConfig[Any], *, console: Console, costs: Costs | None = None) -> RunSummary:
+def run(
+    config: RunConfig[Any], *, console: Console, costs: Costs | None = None, resume: Collection[str] | None = None
+) -> RunSummary:
     """Train. Progress and the closing summary go to `console`; `costs` are known before anything is measured.
 
-    Raises ConfigError or DataError before anything is started; WorkerError, RewardError, SyncError or DivergedError
-    when the run cannot go on.
+    `resume`: go on with the run in `config.run_dir`; which keys that change results may differ from what they were.
+    Raises ConfigError or DataError before anything is started; WorkerError, RewardError, SyncError, DivergedError or
+    CheckpointError when the run cannot go on.
     """
     prompts = StepPrompts(
         load_prompts(prompt_file(config, "prompts"), config.data.column),
@@ -64,42 +70,113 @@ def run(config: RunConfig[Any], *, console: Console, costs: Costs | None = None)
     )
     num_steps = prompts.num_steps(config.steps, config.epochs, config.trainer.updates_per_rollout)
     RewardSet(config.reward, config.scoring.timeout_s).check()
-    folder = RunFolder.create(config.run_dir, config.algorithm.name, config.model.name)
-    write_atomic(folder.config, dump(config))
-    info = RunInfo(config.algorithm.name, config.model.name, config.seed, folder.path, num_steps)
-    observer = open_observer(info, folder, console, tensorboard=config.observe.tensorboard)
-    for doubt in doubts(config):
-        observer.on_note(doubt)
-    try:
-        anyio.run(partial(_run, config, prompts, num_steps, folder, observer, costs or Costs()))
-    finally:
-        observer.close()
+    if resume is None:
+        weights_from(config)
+        folder = RunFolder.create(config.run_dir, config.algorithm.name, config.model.name)
+    else:
+        folder = RunFolder.open(config.run_dir or Path())
+    with locked(folder):
+        past = Past() if resume is None else go_on(folder, config, num_steps, resume)
+        write_atomic(folder.config, dump(config))
+        write_facts(folder, config)
+        _train(Job(config, prompts, num_steps, folder, past, costs or _own_costs(config, folder)), console)
     summary = summarise_folder(folder)
     print_summary(summary, console, folder.path)
     return RunSummary(folder.path, config.algorithm.name, config.model.name, summary)
 
 
-async def _run(
-    config: RunConfig[Any], prompts: StepPrompts, num_steps: int, folder: RunFolder, observer: Observer, costs: Costs
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that may start: everything has been checked."""
+
+    config: RunConfig[Any]
+    prompts: StepPrompts
+    num_steps: int
+    folder: RunFolder
+    past: Past
+    costs: Costs
+
+
+def _train(job: Job, console: Console) -> None:
+    config, folder = job.config, job.folder
+    info = RunInfo(config.algorithm.name, config.model.name, config.seed, folder.path, job.num_steps)
+    observer = open_observer(info, folder, console, tensorboard=config.observe.tensorboard)
+    for note in (*doubts(config), *job.past.notes):
+        observer.on_note(note)
+    try:
+        anyio.run(_run, job, observer)
+    finally:
+        observer.close()
+
+
+async def _run(job: Job, observer: Observer) -> None:
+    config, past = job.config, job.past
     engine = make_engine(config)
-    async with engine.open(specs(config, folder.logs)) as groups:
-        generators = [group for name, group in groups.items() if name != TRAINER]
-        await load(groups, observer)
-        await _note_cut_prompts(config, (generators or [groups[TRAINER]])[0], prompts, observer)
+    known = config.model_copy(update={"steps": job.num_steps})  # workers need it for the learning rate
+    async with engine.open(specs(known, job.folder.logs)) as groups:
+        generators, trainer = [group for name, group in groups.items() if name != TRAINER], groups[TRAINER]
+        clock = Clock(past.elapsed_s) if past.checkpoint or past.elapsed_s else None
+        await load(groups, observer, clock)
+        await _note_cut_prompts(config, (generators or [trainer])[0], job.prompts, observer)
+        start = await _begin(job, generators, trainer, observer, clock)
         driver = Driver(
             config,
             generators,
-            groups[TRAINER],
-            prompts=prompts,
-            num_steps=num_steps,
+            trainer,
+            prompts=job.prompts,
+            num_steps=job.num_steps,
             total=partial(total, terms=config.reward),
             drop=engine.store.drop,
             observer=observer,
-            run_dir=folder.path,
-            costs=costs,
+            run_dir=job.folder.path,
+            start=start,
+            costs=job.costs,
         )
-        await driver.run()
+        try:
+            await driver.run()
+        except DivergedError:
+            await driver.saves.finish(trainer)  # what was being written is sound
+            raise
+
+
+async def _begin(
+    job: Job, generators: Sequence[WorkerGroup], trainer: WorkerGroup, observer: Observer, clock: Clock | None
+) -> Start:
+    """Give the trainer the weights that the run starts from, and make the stale samples again that it had."""
+    config, past = job.config, job.past
+    if past.checkpoint is None:
+        if weights := weights_from(config):
+            await trainer.call("begin_from", weights)
+        return Start(loaded=weights is not None, elapsed_s=clock.now() if clock else 0.0)
+    await trainer.call("resume", past.checkpoint, past.version)
+    stale = {step: count for step, count in past.stale.items() if step < job.num_steps}
+    wanted = stale_microbatches(config, job.prompts, stale)
+    calls = Calls(config, partial(total, terms=config.reward), None, observer.on_note)
+    made = await make_again(calls, generators, past, wanted)
+    return Start(past.version, True, made, past.num_bad_steps, clock.now() if clock else 0.0)
+
+
+def weights_from(config: RunConfig[Any]) -> Path | None:
+    """The checkpoint that `checkpoint.init_from` names; None when it names none. ConfigError when it does not fit."""
+    if config.checkpoint.init_from is None:
+        return None
+    found = trained.find(config.checkpoint.init_from, "live")
+    for key in ("model.name", "trainer.lora"):
+        section, name = key.split(".")
+        asked, got = (getattr(getattr(c, section), name) for c in (config, found.config))
+        if asked != got:
+            raise ConfigError(f"checkpoint.init_from: {found.folder} has {key}={got}, this run has {asked}")
+    if found.path.is_dir():
+        raise ConfigError(f"checkpoint.init_from: {found.folder} is an export; allowed: the folder of a run")
+    return found.checkpoint
+
+
+def _own_costs(config: RunConfig[Any], folder: RunFolder) -> Costs:
+    """What an earlier part of this run measured."""
+    try:
+        return known_costs(config, folder.path)
+    except ConfigError:
+        return Costs()
 
 
 def known_costs(config: RunConfig[Any], other: Path) -> Costs:
@@ -139,8 +216,22 @@ def spec(config: RunConfig[Any], name: str, target: str, group: GroupConfig, log
     )
 
 
-async def load(groups: Mapping[str, WorkerGroup], observer: Observer | None = None) -> None:
-    """Load models and rewards on all groups at once. Time 0 of a run is when the last one is ready."""
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A run's clock that goes on from so many seconds; made inside the event loop."""
+
+    elapsed_s: float
+    made_s: float = field(default_factory=anyio.current_time)
+
+    def now(self) -> float:
+        return self.elapsed_s + anyio.current_time() - self.made_s
+
+
+async def load(groups: Mapping[str, WorkerGroup], observer: Observer | None = None, clock: Clock | None = None) -> None:
+    """Load models and rewards on all groups at once. Time 0 of a run is when the last one is ready.
+
+    With a `clock` a run goes on, and loading takes time of it.
+    """
     start = anyio.current_time()
     seconds: dict[str, float] = {}
 
@@ -151,8 +242,9 @@ async def load(groups: Mapping[str, WorkerGroup], observer: Observer | None = No
     await all_at_once(partial(one, group) for group in groups.values())
     if observer is not None:
         whole = anyio.current_time() - start
+        begin = clock.now() - whole if clock else -whole
         for name, end in seconds.items():
-            observer.on_span(Span("load", name, 0, -1, 0, -whole, end - whole))
+            observer.on_span(Span("load", name, 0, -1, 0, begin, begin + end))
 
 
 async def _note_cut_prompts(

@@ -137,8 +137,10 @@ def lines(error: ErrorDetails, tree: Tree, known: Mapping[Keys, FieldInfo]) -> t
             return (*path, "type"), [
                 one_of(f"{name}.type", context["tag"], re.findall(r"'([^']*)'", context["expected_tags"]))
             ]
-        case "literal_error":
-            return path, [one_of(name, error["input"], re.findall(r"'([^']*)'", context["expected"]))]
+        case "literal_error" if not field or not {int, float} & _types(field.annotation):  # else it is one of several
+            expected = context["expected"]  # 'a', 'b' or 'c'; numbers stand without quotes
+            names = re.findall(r"'([^']*)'", expected) or re.findall(r"\d+", expected)
+            return path, [one_of(name, error["input"], names)]
         case "value_error":
             texts = str(context["error"]).splitlines()
             return path, [text if text.startswith(name) else f"{name}: {text}" for text in texts]

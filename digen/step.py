@@ -101,6 +101,13 @@ class GlobalStep:
             del self.shards[microbatch.index]
             self.unscored.append(replace(piece, shards=tuple(sorted(shards, key=lambda shard: shard.rows))))
 
+    def made_before(self, stale: Rollout) -> None:
+        """A stale rollout of an earlier run of this step (TCSS): the pending micro-batches of the lowest indices."""
+        piece = self.take_pending(stale.microbatch.num_samples)
+        assert piece.microbatch == stale.microbatch, "stale samples are those of the first micro-batches"
+        self.num_stale += len(piece.rows)
+        self.generated(stale)
+
     def scored(self, scored: ScoredRollout, scores: Scores) -> None:
         index = scored.rollout.microbatch.index
         self.ready[index] = scored

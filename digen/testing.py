@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+from trio.testing import MockClock
 
 from digen.algos.flowgrpo import FlowGRPO
+from digen.checkpoint.manifest import Part
 from digen.config import RunConfig
 from digen.driver import Driver
 from digen.engines.base import WorkerGroup
@@ -48,11 +50,7 @@ LEARNING_RATE = 0.1
 
 
 def virtual_run(main: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Run an async function on a clock that jumps to the next event whenever all tasks wait. Needs trio."""
-    try:
-        from trio.testing import MockClock
-    except ImportError as error:
-        raise ImportError("digen.testing.virtual_run needs trio: pip install 'digen[dev]'") from error
+    """Run an async function on a clock that jumps to the next event whenever all tasks wait."""
     options = {"clock": MockClock(autojump_threshold=0)}
     return anyio.run(main, *args, backend="trio", backend_options=options)
 
@@ -226,8 +224,14 @@ class SimulatedGroup:
         assert len(rewards) == rollout.microbatch.num_samples
         assert all(self.store.get(shard.media) is not None for shard in rollout.shards)
 
-    def _save(self, _rank: int, _path: Path) -> None:
+    def _save(self, _rank: int, _path: Path, _aside: str, _stale: int | None) -> None:
         """Nothing is written: simulated groups leave no trace."""
+
+    def _written(self, _rank: int, _wait: bool) -> Part:
+        return Part()
+
+    def _seal(self, _rank: int, _path: Path, _aside: str, _files: object, _facts: object) -> None:
+        """Nothing was written."""
 
 
 def identity_value(microbatch: MicroBatch, row: int) -> float:

@@ -139,6 +139,21 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: at step 0 with the model as it is, or with what a checkpoint holds."""
+
+    version: Version = 0
+    loaded: bool = False
+    """Whether the trainer has been given weights that the generators do not have yet."""
+    rollouts: tuple[Rollout, ...] = ()
+    """What exists of the coming steps: their stale samples (TCSS), in order of step and index."""
+    num_bad_steps: int = 0
+    """Steps in a row, up to now, with a non-finite gradient."""
+    elapsed_s: float = 0.0
+    """Seconds of the run before this."""
+
+
+@dataclass(frozen=True, slots=True)
 class Published:
     """Weights of one version on their way to the generators: where they are and what they must hash to (rule R15)."""
 

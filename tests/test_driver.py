@@ -28,7 +28,7 @@ from digen.testing import (
     simulated_prompts,
     virtual_run,
 )
-from digen.types import MicroBatch, Prompt, Span, Stat, StepReport
+from digen.types import MicroBatch, Prompt, Span, Start, Stat, StepReport
 
 
 class Case:
@@ -251,7 +251,7 @@ def test_p24_a_resumed_run_publishes_first_and_keeps_its_bounds() -> None:
     trainer = SimulatedGroup("trainer", update=0.6, sync=1.0)
     trainer.version, trainer.weights = 50, 1.25
     config = simulated_config(steps=53, schedule={"staleness": 0.5, "max_in_flight": 1})
-    seen = simulate(config, [generator], trainer, version=50)
+    seen = simulate(config, [generator], trainer, start=Start(50, loaded=True))
     assert [row["step"] for row in seen.rows] == [50, 51, 52]
     assert [(s.kind, s.version) for s in seen.spans[:3]] == [("sync", 50), ("pull", 50), ("generate", 50)]
     assert all(row["stale_share"] <= 0.5 for row in seen.rows)

@@ -54,7 +54,7 @@ def test_every_option_named_in_the_documentation_exists() -> None:
         subprocess.run(
             [sys.executable, "-m", "digen", *words, "--help"], capture_output=True, text=True, check=True
         ).stdout
-        for words in ([], ["run"], ["eval"], ["sample"], ["list"], ["plan"], ["trace"])
+        for words in ([], ["run"], ["eval"], ["export"], ["sample"], ["list"], ["plan"], ["trace"])
     )
     named = {
         option

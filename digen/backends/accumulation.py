@@ -12,14 +12,17 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from digen.algos.base import LossInputs, LossTerms, Transition
+from digen.backends.stacking import Stacking
 from digen.backends.worker import TorchWorker
 from digen.models.base import Conditioning, rows_of
-from digen.schedule.tsp import Chunk, chunks
+from digen.schedule.tsp import Chunk, Width, chunks
 from digen.types import ScoredRollout, Stat, Stats
 from digen.weights.state import trainable
 
@@ -55,7 +58,7 @@ class AccumulatingWorker(TorchWorker):
         """The whole of a parameter or gradient, wherever its parts are; called on all ranks."""
         return tensor.detach()
 
-    def accumulate(self, scored: ScoredRollout, tsp: int, denominator: float, last: bool) -> Stats:
+    def accumulate(self, scored: ScoredRollout, tsp: Width, denominator: float, last: bool) -> Stats:
         on_policy = scored.rollout.version == self.version
         batch = self._batch(scored)
         if batch is None:
@@ -64,7 +67,8 @@ class AccumulatingWorker(TorchWorker):
         parts = []
         for number, (samples, columns) in enumerate(forwards, 1):
             self.reduce_gradients(last and number == len(forwards))
-            parts.append(self._backward(batch, samples, columns, denominator, on_policy))
+            with self.stacking.measured((samples.stop - samples.start) * (columns.stop - columns.start)):
+                parts.append(self._backward(batch, samples, columns, denominator, on_policy))
         return _stats({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def _batch(self, scored: ScoredRollout) -> Batch | None:
@@ -106,11 +110,25 @@ class AccumulatingWorker(TorchWorker):
 
         return tensors, conditioning("cond."), conditioning("negative.")
 
-    def _forwards(self, batch: Batch, tsp: int) -> Sequence[Chunk]:
+    @cached_property
+    def stacking(self) -> Stacking:
+        """What decides for `trainer.tsp=auto`."""
+        return Stacking.on(self.model.device)
+
+    def _forwards(self, batch: Batch, tsp: Width) -> Sequence[Chunk]:
         """Which samples and which columns of trained steps share a forward pass (TSP)."""
         size = self.placement.batch_size or -(-self.algorithm.kept_per_prompt() // self.context.world_size)
         num_samples, num_timesteps = batch.tensors["steps"].shape
-        return chunks(num_samples, num_timesteps, size, tsp)
+        width = self.least(self.stacking.choose(self.version, size)) if tsp == "auto" else tsp
+        return chunks(num_samples, num_timesteps, size, width)
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers, where ranks must make the same passes."""
+        if not self.in_lockstep:
+            return number
+        shared = torch.tensor(number, device=self.model.device)
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        return int(shared)
 
     def _backward(
         self, batch: Batch, samples: slice, columns: slice, denominator: float, on_policy: bool

@@ -7,9 +7,12 @@ section 3.1; rules R8-R11, R15.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from digen.checkpoint.manifest import Part, Record
+from digen.schedule.tsp import Width
 from digen.types import MicroBatch, Published, Ref, Rollout, ScoredRollout, Scores, Shard, Stats, StepReport, Version
 
 
@@ -40,7 +43,7 @@ class GeneratorBackend(Protocol):
 class HelpingGenerator(GeneratorBackend, Protocol):
     """A generator with autograd, which computes gradients for the trainer when idle (`schedule.assist`)."""
 
-    def accumulate(self, scored: ScoredRollout, tsp: int, denominator: float, last: bool) -> Stats:
+    def accumulate(self, scored: ScoredRollout, tsp: Width, denominator: float, last: bool) -> Stats:
         """As the trainer's: the same gradient, wherever it is computed (rule R11)."""
         ...
 
@@ -52,7 +55,7 @@ class HelpingGenerator(GeneratorBackend, Protocol):
 class TrainerBackend(GeneratorBackend, Protocol):
     """Accumulates gradients and steps. It can generate and score too: that is TAG and the colocated mode."""
 
-    def accumulate(self, scored: ScoredRollout, tsp: int, denominator: float, last: bool) -> Stats:
+    def accumulate(self, scored: ScoredRollout, tsp: Width, denominator: float, last: bool) -> Stats:
         """Add this micro-batch's gradients, divided by the step's fixed denominator; never changes the weights.
 
         `last` is True for the step's last micro-batch: sharded trainers reduce gradients only then.
@@ -71,6 +74,25 @@ class TrainerBackend(GeneratorBackend, Protocol):
         """Put the weights of `version` where generators can pull them. Only rank 0's value counts."""
         ...
 
-    def save(self, path: Path) -> None:
-        """Write the trainable weights as a safetensors file, whole or not at all (rank 0 writes)."""
+    def save(self, path: Path, aside: str | None = None, stale: Version | None = None) -> None:
+        """Copy what belongs to the checkpoint `path` and begin to write it to the folder `aside` beside it.
+
+        None: to `path` itself, at once. `stale`: with the weights of this older version.
+        """
+        ...
+
+    def written(self, wait: bool) -> Part | None:
+        """What this rank wrote of it, or why it could not; None: it is still at it, and was not to be waited for."""
+        ...
+
+    def seal(self, path: Path, aside: str, files: Sequence[Record], facts: Mapping[str, Any]) -> str | None:
+        """Make a checkpoint of what all ranks wrote (rank 0 does); why it failed, if it did."""
+        ...
+
+    def resume(self, path: Path, version: Version) -> None:
+        """Go on from a checkpoint, as if it had never been left."""
+        ...
+
+    def begin_from(self, path: Path) -> None:
+        """Begin a new run from the weights of a checkpoint."""
         ...

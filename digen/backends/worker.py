@@ -26,7 +26,7 @@ from digen.observe.grid import sample_grid
 from digen.presets import rebuild
 from digen.rewards.base import RewardSet
 from digen.types import MicroBatch, Prompt, Published, Ref, Rollout, Scores, Shard, Version
-from digen.weights.state import fingerprint, load_trainable, trainable
+from digen.weights.state import fingerprint, load_trainable, read_export, trainable
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,15 @@ class TorchWorker:
     def restore(self, path: Path) -> None:
         """Load trainable weights that a trainer's `save` wrote."""
         load_trainable(self.model.transformer, load_file(path / "weights.safetensors"))
+
+    def load_weights(self, path: Path, version: Version = 0) -> None:
+        """Load trained weights from a checkpoint's file or an exported folder; from now on they are `version` here.
+
+        Raises SyncError when they do not fit.
+        """
+        module = self.model.transformer
+        load_trainable(module, read_export(path, module) if path.is_dir() else load_file(path))
+        self.version = version
 
     def evaluate(self, prompts: tuple[Prompt, ...], seed: int, score: bool) -> tuple[Scores | None, Ref]:
         """One noise-free sample per prompt: its scores, if wanted, and where `media` (K, ...) is."""

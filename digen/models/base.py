@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
+from diffusers import DiffusionPipeline, ModelMixin
 from torch import Tensor, nn
 
 from digen.config import ModelConfig
@@ -32,6 +33,11 @@ class ModelFamily(ABC):
     """Hub id or bundled folder used when the config names none."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Suffixes of the linear layers that adapters are put on by default."""
+
+    pipeline_class: ClassVar[type[DiffusionPipeline]]
+    """diffusers' pipeline, which loads what `digen export` writes."""
+    transformer_class: ClassVar[type[ModelMixin]]
+    """diffusers' class of the transformer."""
 
     transformer: nn.Module
 

@@ -33,6 +33,8 @@ class QwenImage(ModelFamily):
     """Qwen-Image: MMDiT with true classifier-free guidance and norm rescaling (diffusers QwenImagePipeline)."""
 
     default_path = "Qwen/Qwen-Image"
+    pipeline_class = QwenImagePipeline
+    transformer_class = QwenImageTransformer2DModel
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
@@ -47,7 +49,7 @@ class QwenImage(ModelFamily):
             module = cls.from_pretrained(self.path, subfolder=subfolder, torch_dtype=dtype)
             return module.to(self.device).requires_grad_(False).eval()
 
-        transformer = part(QwenImageTransformer2DModel, "transformer")
+        transformer = part(self.transformer_class, "transformer")
         self.transformer = transformer
         self.channels: int = transformer.config.in_channels
         self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(self.path, subfolder="scheduler")

@@ -40,12 +40,12 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        _fsync(temporary)
+        synced(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _fsync(path.parent)
+    synced(path.parent)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -54,7 +54,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _fsync(path: Path) -> None:
+def synced(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -142,6 +143,10 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run.json"
 
     @property
     def metrics(self) -> Path:

@@ -6,7 +6,10 @@ The number of passes is ceil(samples / batch_size) * ceil(timesteps / width).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Width = int | Literal["auto"]
+"""Timesteps of a pass; 0: all trained ones; auto: what the worker finds to fit (`digen/backends/stacking.py`)."""
 
 
 class Chunk(NamedTuple):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from digen.errors import SyncError
@@ -42,6 +44,18 @@ def load_trainable(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
     for name, parameter in own.items():
         parameter.copy_(tensors[name])
+
+
+def read_export(folder: Path, module: nn.Module) -> dict[str, Tensor]:
+    """Trained tensors of a folder that `digen export` wrote, under the names that they have in `module`.
+
+    In such a folder adapters are named as diffusers' pipelines name them, and a transformer also has its buffers.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    names = {f"transformer.{name.replace('.default.', '.')}": name for name in trainable(module)}
+    buffers = {name for name, _ in module.named_buffers()}
+    return {names.get(name, name): tensor for name, tensor in tensors.items() if name not in buffers}
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

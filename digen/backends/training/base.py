@@ -1,26 +1,25 @@
 """Everything the torch trainers share: one optimizer, one step, publication of the new weights.
 
-Invariant: weights change in `optimizer_step` alone, never for a zero or non-finite gradient. Paper section 3.4.1.
+Invariant: weights change in `optimizer_step` alone, never for a zero or non-finite gradient; their average (`ema`) is
+only ever written to and saved. Paper section 3.4.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from digen.backends.accumulation import AccumulatingWorker
+from digen.backends.training.options import Ema, learning_rate, make_optimizer, set_learning_rate
+from digen.backends.training.saving import SavingTrainer
 from digen.backends.worker import LOADING
 from digen.config import TrainerConfig
-from digen.observe.files import replacing
 from digen.types import Published, Ref, StepReport, Version
 from digen.weights.state import fingerprint, trainable
 
 
-class TorchTrainer(AccumulatingWorker):
+class TorchTrainer(SavingTrainer):
     """One optimizer over the model's trainable parameters; subclasses say how it is spread over ranks."""
 
     @property
@@ -41,6 +40,9 @@ class TorchTrainer(AccumulatingWorker):
         self.load_base()
         self.distribute()
         self.optimizer = self._make_optimizer()
+        average = self.config.trainer.ema
+        self.ema = Ema(average, self.parts()) if average else None
+        self.begin_at(0)
         self._load_rewards()
 
     # What a subclass changes -------------------------------------------------------------------------------------
@@ -52,15 +54,30 @@ class TorchTrainer(AccumulatingWorker):
         """This rank's part of a whole tensor, divided as the parameter `like` is."""
         return whole.to(like)
 
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's parts of the trainable weights, as the optimizer steps them."""
+        return {name: p.detach() for name, p in trainable(self.model.transformer).items()}
+
+    def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The whole tensors of such parts, on rank 0 at least; called on all ranks."""
+        return {name: self.full(part) for name, part in parts.items()}
+
     # -------------------------------------------------------------------------------------------------------------
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
-        c, parameters = self.config.trainer, list(trainable(self.model.transformer).values())
-        if c.optimizer == "sgd":
-            return torch.optim.SGD(parameters, c.learning_rate, weight_decay=c.weight_decay)
-        return torch.optim.AdamW(
-            parameters, c.learning_rate, betas=c.adam_betas, eps=c.adam_eps, weight_decay=c.weight_decay
-        )
+        return make_optimizer(self.config.trainer, list(trainable(self.model.transformer).values()))
+
+    def begin_step(self) -> float:
+        """Set the learning rate of the step that is due, and return it. `config.steps` is the run's resolved number."""
+        rate = learning_rate(self.config.trainer, self.version, self.config.steps)
+        set_learning_rate(self.optimizer, rate)
+        return rate
+
+    def end_step(self) -> None:
+        """The step counts, whether or not its gradient was applied, and the average follows."""
+        if self.ema is not None:
+            self.ema.update(self.parts(), self.version)
+        self.version += 1
 
     def add_gradients(self, handed: Ref) -> None:
         """Add what a generator accumulated of this step (its `hand_gradients`) to the gradients here."""
@@ -71,6 +88,7 @@ class TorchTrainer(AccumulatingWorker):
 
     def optimizer_step(self, gradient_scale: float) -> StepReport:
         c, parameters = self.config.trainer, list(trainable(self.model.transformer).values())
+        rate = self.begin_step()
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradient_scale != 1.0:
             torch._foreach_mul_(gradients, gradient_scale)
@@ -85,27 +103,21 @@ class TorchTrainer(AccumulatingWorker):
             self.optimizer.step()
             delta = float(self._norm([p.detach() - b for p, b in zip(parameters, before, strict=True)]))
         self.optimizer.zero_grad(set_to_none=True)
-        self.version += 1
-        return StepReport(float(norm), c.learning_rate, delta, applied, finite)
+        self.end_step()
+        return StepReport(float(norm), rate, delta, applied, finite)
 
     def _norm(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(tensors) if tensors else torch.zeros(())
 
     def state(self) -> dict[str, Tensor]:
         """The trainable weights, whole; called on all ranks."""
-        return {name: self.full(p) for name, p in trainable(self.model.transformer).items()}
+        return self.whole(self.parts())
 
     def push(self, version: Version) -> Published | None:
         if version != self.version:
             raise RuntimeError(f"asked to publish version {version} but the weights here are {self.version}")
         state = self.state()
+        self.remember(state)
         if self.context.rank != 0:
             return None
         return Published(version, self._store(f"weights/{version}", state), fingerprint(state))
-
-    def save(self, path: Path) -> None:
-        state = self.state()
-        if self.context.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            with replacing(path / "weights.safetensors") as partial:
-                save_file({n: t.cpu().contiguous() for n, t in state.items()}, partial)

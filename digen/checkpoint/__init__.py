@@ -1,0 +1,1 @@
+"""What a run needs to go on as if it had never stopped."""
