@@ -241,7 +241,10 @@ def test_checking_a_run_imports_neither_torch_nor_a_model() -> None:
 # --- P61: booleans ---
 
 BOOLEANS = [".".join(path) for path, field in KNOWN.items() if "true or false" in schema.allowed(field)]
-NEEDED = {"algorithm.steps.per_sample": ["algorithm.steps.type=random-fraction"]}
+NEEDED = {
+    "algorithm.steps.per_sample": ["algorithm.steps.type=random-fraction"],
+    "trainer.cpu_offload": ["trainer.backend=deepspeed"],
+}
 
 
 def value_at(config: RunConfig[Any], key: str) -> object:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from digen.backends.training.base import TorchTrainer
+from digen.backends.training.ranks import join
 
 
 class FsdpTrainer(TorchTrainer):
@@ -24,7 +24,7 @@ class FsdpTrainer(TorchTrainer):
     in_lockstep = True
 
     def distribute(self) -> None:
-        self._join()
+        join(self.context)
         mesh = init_device_mesh(torch.device(self.context.device).type, (self.context.world_size,))
         for root in filter(None, (self.model.transformer, self.base)):
             for module in (*self.model.blocks(root), root):
@@ -33,23 +33,6 @@ class FsdpTrainer(TorchTrainer):
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
-
-    def _join(self) -> None:
-        """Join the process group of this worker group; a lone rank needs no rendezvous."""
-        device = torch.device(self.context.device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if self.context.rendezvous is None:
-            store = dist.HashStore()  # type: ignore[attr-defined]  # exported, but not declared to be
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        else:
-            dist.init_process_group(
-                backend,
-                init_method=self.context.rendezvous,
-                rank=self.context.rank,
-                world_size=self.context.world_size,
-            )
 
     def reduce_gradients(self, now: bool) -> None:
         root = cast("FSDPModule", self.model.transformer)
