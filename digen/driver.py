@@ -93,7 +93,7 @@ class Driver:
         self.start, self.version = start, start.version
         self.steps: dict[int, GlobalStep] = {}  # the current step; under TCSS also the next
         self.calls = Calls(config, total, self.folder, self.note)
-        self.versions = Versions((g.name for g in generators), None if start.loaded else 0, drop)
+        self.versions = Versions((g.name for g in generators), None if start.loaded else 0, drop, self.being_pulled)
         self.saves = Saves(config, self.folder, num_steps, start.version, self.note)
         self.costs = costs
         self.bubble_skipped = False
@@ -342,7 +342,7 @@ class Driver:
         self.version = step.index + 1  # 28
         del self.steps[step.index]
         if published:
-            self.offer(published)
+            self.versions.offer(published)
         self.report(step, report)
         self.open_steps()  # 30
 
@@ -351,27 +351,18 @@ class Driver:
         if not self.versions.unpublished:
             return None
         do = partial(self.publish, self.version)
-        return Work("sync", trainer, self.version, NO_INDEX, self.version, do, self.offer)
-
-    def offer(self, published: Published) -> None:
-        self.versions.offer(published)
-        self.drop_superseded()
+        return Work("sync", trainer, self.version, NO_INDEX, self.version, do, self.versions.offer)
 
     def pulling(self, group: WorkerGroup) -> Work[tuple[str, ...]] | None:
         """Line 29, a generator's half: when it is idle, before its next micro-batch, never within one (rule R6)."""
         newest = self.versions.due(group.name)
         if newest is None:
             return None
+        do, then = partial(group.call, "pull", newest), partial(self.versions.pulled, group.name, newest)
+        return Work("pull", group, self.version, NO_INDEX, newest.version, do, then)
 
-        def pulled(fingerprints: tuple[str, ...]) -> None:
-            self.versions.pulled(group.name, newest, fingerprints)
-            self.drop_superseded()
-
-        do = partial(group.call, "pull", newest)
-        return Work("pull", group, self.version, NO_INDEX, newest.version, do, pulled)
-
-    def drop_superseded(self) -> None:
-        self.versions.drop_superseded({work.version for work, _ in self.flight.running() if work.kind == "pull"})
+    def being_pulled(self) -> set[Version]:
+        return {work.version for work, _ in self.flight.running() if work.kind == "pull"}
 
     # The end of a step ----------------------------------------------------------------------------------------------
 

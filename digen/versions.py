@@ -15,13 +15,20 @@ from digen.types import Published, Ref, Version
 class Versions:
     """The weights of a run on their way from the trainer to the generators of these names.
 
-    `holds`: what they hold at the start; None: not the weights that the trainer has. `drop` frees a reference.
+    `holds`: what they hold at the start; None: not the weights that the trainer has. `drop` frees a reference;
+    `being_pulled`: versions that a generator is loading now.
     """
 
-    def __init__(self, generators: Iterable[str], holds: Version | None, drop: Callable[[Ref], None]) -> None:
+    def __init__(
+        self,
+        generators: Iterable[str],
+        holds: Version | None,
+        drop: Callable[[Ref], None],
+        being_pulled: Callable[[], Collection[Version]],
+    ) -> None:
         self.holds: dict[str, Version | None] = dict.fromkeys(generators, holds)
         self.published: list[Published] = []  # the newest last; older ones while they are being read
-        self._drop = drop
+        self._drop, self._being_pulled = drop, being_pulled
 
     @property
     def unpublished(self) -> bool:
@@ -34,7 +41,9 @@ class Versions:
         return newest if newest and self.holds[generator] != newest.version else None
 
     def offer(self, published: Published) -> None:
+        """Newer weights than all before."""
         self.published.append(published)
+        self._drop_superseded()
 
     def pulled(self, generator: str, published: Published, fingerprints: Sequence[str]) -> None:
         """Raises SyncError when a rank has loaded something else than what was published."""
@@ -45,10 +54,11 @@ class Versions:
                     f"{published.version}: fingerprint {fingerprint}, expected {published.fingerprint}"
                 )
         self.holds[generator] = published.version
+        self._drop_superseded()
 
-    def drop_superseded(self, read: Collection[Version]) -> None:
-        """Free all published weights but the newest, and those of the versions that are being read."""
-        for old in [p for p in self.published[:-1] if p.version not in read]:
+    def _drop_superseded(self) -> None:
+        """Free all published weights but the newest, and those that are being read."""
+        for old in [p for p in self.published[:-1] if p.version not in self._being_pulled()]:
             self._forget(old)
 
     def drop_all(self) -> None:
