@@ -116,6 +116,15 @@ def test_who_sets_the_mode_or_the_tag_policy_switches_off_the_assist_of_the_laye
     assert assist(file=write(dump(run_with("schedule.assist=both", "schedule.tag=bts")))) == "both"
 
 
+def test_a_generator_that_has_no_gradients_cannot_help_and_that_is_said_before_anything_loads(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text("class Plain:\n    def generate(self, microbatch, version, rows): ...\n")
+    backend = f"generator.backend={plain}:Plain"
+    assert "schedule.assist=generator: generator" in problems(backend, "schedule.assist=generator")
+    assert "hand_gradients" in problems(backend, "schedule.assist=both")
+    assert run_with(backend, "schedule.assist=trainer").schedule.assist == "trainer"
+
+
 def test_the_highest_layer_that_names_a_model_chooses_the_preset(write, tmp_path: Path) -> None:
     assert run_with().model.name == "glyph"
     file = write("model: {name: nowhere}\n")
