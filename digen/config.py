@@ -179,7 +179,8 @@ class ScheduleConfig(Section):
     prompts_per_microbatch: Count = 1
     """Whole groups in the unit of the pipeline; the last one of a step may be smaller."""
     tag: str = "none"
-    """Trainer-assisted generation: `none`, `static(n)`, `bts`. Colocated, the trainer generates everything anyway."""
+    """Trainer-assisted generation: `none`, `static(n)`, `bts`, or a policy of your own (`path.py:Name`). Colocated, the
+    trainer generates everything anyway."""
     assist: Literal["none", "trainer", "generator", "both"] = "none"
     """Which side, when idle, takes over part of the other's work, sample by sample: the trainer generates, generators
     accumulate gradients, or both. Where the trainer may, `tag` (about whole micro-batches) is not asked."""

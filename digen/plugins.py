@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple, get_args
 
 from digen.errors import PluginError, one_of
 
-Kind = Literal["algorithms", "models", "generators", "trainers", "rewards", "engines"]
+Kind = Literal["algorithms", "models", "generators", "trainers", "rewards", "engines", "policies"]
 """The part of an entry point group's name after `digen.`."""
 _IMPORTING = RLock()
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -116,7 +116,7 @@ def available(kind: Kind) -> list[Plugin]:
 
 
 def _singular(kind: Kind) -> str:
-    return kind.removesuffix("s")
+    return "policy" if kind == "policies" else kind.removesuffix("s")
 
 
 @cache

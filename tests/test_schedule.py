@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from digen.schedule import gap, tag, tsp
 from digen.schedule.costs import Costs
 from digen.schedule.staleness import StalenessPolicy
 from digen.step import GlobalStep
-from digen.testing import simulated_config, simulated_prompts
+from digen.testing import SimulatedGroup, simulate, simulated_config, simulated_prompts
 from digen.types import MicroBatch, Prompt, Ref, Rollout, ScoredRollout, Scores, Shard, Stat, StepReport
 
 NAN = math.nan
@@ -99,6 +100,26 @@ def test_a_bubble_counts_every_micro_batch_once() -> None:
 def test_an_unknown_tag_policy_is_an_error_that_says_what_is_allowed(text: str) -> None:
     with pytest.raises(ConfigError, match=r"schedule\.tag: got .* Allowed: none, static\(n\)"):
         tag.parse(text)
+
+
+def test_a_tag_policy_of_the_users_own_is_named_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from digen.schedule.tag import Choice\n\n\nclass EveryOther:\n"
+        "    def choose(self, bubble, costs):\n        return Choice(bubble.next_rows * (bubble.trained % 2))\n"
+    )
+    seen = simulate(
+        simulated_config(schedule={"tag": f"{path}:EveryOther"}),
+        [SimulatedGroup("g0", generate=1.0)],
+        SimulatedGroup("trainer", generate=1.0, update=0.25),
+        prompts_per_step=8,
+    )
+    taken = [decision.rows > 0 for decision in seen.decisions]
+    assert True in taken
+    assert False in taken
+    path.write_text("class Nothing: ...\n")
+    with pytest.raises(ConfigError, match="is no policy, it has no `choose"):
+        tag.parse(f"{path.rename(tmp_path / 'other.py')}:Nothing")
 
 
 # TCSS

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from digen.errors import ConfigError
+from digen import plugins
+from digen.errors import ConfigError, PluginError
 from digen.schedule.costs import Costs
 from digen.types import SpanKind
 
@@ -106,13 +107,17 @@ NONE = StaticTag(0)
 
 
 def parse(text: str) -> TagPolicy:
-    """The policy that `schedule.tag` names. Raises ConfigError."""
-    from digen.schedule.bts import Bts  # it is made of the words above
-
+    """The policy that `schedule.tag` names: `none`, `static(n)`, or a plugin, made without arguments. ConfigError."""
     if text == "none":
         return NONE
-    if text == "bts":
-        return Bts()
     if match := re.fullmatch(r"static\((\d+)\)", text.replace(" ", "")):
         return StaticTag(int(match[1]))
-    raise ConfigError(f"schedule.tag: got {text!r}. Allowed: none, static(n) with n = 0, 1, 2, ..., bts")
+    allowed = "Allowed: none, static(n) with n = 0, 1, 2, ..., or the name of a policy"
+    try:
+        kind = plugins.find("policies", text)
+    except PluginError as error:
+        raise ConfigError(f"schedule.tag: got {text!r}. {allowed}: {error}") from error
+    if not isinstance(kind, type) or not hasattr(kind, "choose"):
+        raise ConfigError(f"schedule.tag: {text!r} is no policy, it has no `choose(bubble, costs)`. {allowed}")
+    policy: TagPolicy = kind()
+    return policy
