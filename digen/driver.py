@@ -298,9 +298,9 @@ class Driver:
             self.note(complaint)
 
     def handing(self, generator: WorkerGroup) -> Work[tuple[Ref, ...]] | None:
-        """Gradients that a generator computed go to the trainer when there is none left for it to compute."""
+        """What a generator accumulated goes to the trainer: when none is left, or before it begins the next step."""
         step = self.current
-        if step is None or generator.name not in step.helpers or step.untaken:
+        if step is None or generator.name not in step.helpers or (step.untaken and not self.step_to_generate()):
             return None
 
         def handed(refs: tuple[Ref, ...]) -> None:

@@ -119,6 +119,16 @@ def test_with_tcss_all_devices_are_busy_over_twenty_steps(t: float, how: dict[st
     assert Case(16, t, sync=0.02, steps=20, known=False, staleness=0.5, **how).busy >= 0.97
 
 
+@pytest.mark.parametrize("t", [0.05, 0.25, 1.0])
+def test_with_tcss_four_helping_replicas_hand_over_before_they_begin_the_next_step(t: float) -> None:
+    """The trainer would wait for them through a whole micro-batch else (busy 0.93 to 0.97)."""
+    case = Case(16, t, g=(1.0,) * 4, sync=0.05, steps=20, known=False, staleness=0.5, assist="both")
+    assert case.busy >= 0.98
+    for handed in (s for s in case.seen.spans if s.kind == "reduce"):
+        ahead = [s for s in case.seen.spans if s.worker == handed.worker and s.step > handed.step]
+        assert not [s for s in ahead if s.kind == "generate" and s.end <= handed.start]
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     b=st.integers(3, 20),
