@@ -207,13 +207,14 @@ def test_a_decision_predicts_when_the_step_ends() -> None:
 # The two rules, alone
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     st.floats(0, 100),
     st.lists(st.builds(Pace, st.floats(0, 10), st.floats(0.01, 10)), min_size=1, max_size=6),
 )
 def test_work_flows_to_whoever_is_free_until_exactly_all_is_done(samples: float, paces: list[Pace]) -> None:
     end = finish(samples, paces)
-    assert end >= min(pace.free for pace in paces)
+    assert end >= min(pace.free for pace in paces) - 1e-9
     done = math.fsum(max(0.0, end - pace.free) / pace.each for pace in paces)
     assert done == pytest.approx(samples, abs=1e-6)
 
