@@ -9,11 +9,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import pytest
+from hypothesis import settings
 
 from digen.config import RunConfig
 from digen.engines.base import WorkerContext
 from digen.engines.store import MemoryStore
 from digen.types import MicroBatch, Prompt, Rollout, ScoredRollout
+
+settings.register_profile("digen", deadline=None, derandomize=True)
+"""The same examples in every run: a test that fails fails for everybody."""
+settings.load_profile("digen")
 
 Make = Callable[..., Any]
 
