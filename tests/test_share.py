@@ -96,7 +96,7 @@ def test_no_ratio_of_the_two_costs_leaves_a_device_idle(t: float) -> None:
 
 @pytest.mark.parametrize("helped", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("t", [0.1, 0.2, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("b", [16, 32, 128])
+@pytest.mark.parametrize("b", [16, 32, 64, 128])
 def test_a_trainer_that_generates_slowly_stays_within_two_percent_of_the_bound_for_whole_micro_batches(
     b: int, t: float, helped: float
 ) -> None:
