@@ -37,6 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
     "tag-static": {"mode": "pipelined", "tag": "static({assists})"},
     "bts": TAG,
     "tcss": {**TAG, "staleness": 0.5},
+    "shared-trainer": {"mode": "pipelined", "assist": "trainer"},
     "shared": SHARED,
     "shared-tcss": {**SHARED, "staleness": 0.5},
 }
@@ -150,16 +151,17 @@ def arguments(doc: str | None, *more: Callable[[argparse.ArgumentParser], Any]) 
 
 
 def publish(name: str, out: Path, tables: Sequence[Table], document: Mapping[str, Any], chart: Chart) -> None:
-    """Print the tables; write `name.json`, `name.png` and, where a page with its markers is beside `out`, that part."""
+    """Print the tables; write `name.json`, `name.png`, and the part of a page beside `out` that has its markers."""
     for table in tables:
         table.show()
     write_atomic(out / f"{name}.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
     chart.draw(out / f"{name}.png")
-    page, start, end = out.parent / "benchmarks.md", f"<!-- results of {name}.py -->", f"<!-- end of {name}.py -->"
-    if page.is_file() and start in (text := page.read_text()):
-        before, after = text.split(start)[0], text.split(end)[1]
-        body = "\n\n".join(table.markdown() for table in tables)
-        write_atomic(page, f"{before}{start}\n{body}\n{end}{after}")
+    start, end = f"<!-- results of {name}.py -->", f"<!-- end of {name}.py -->"
+    for page in out.parent.rglob("*.md") if out == DOCS else ():
+        if start in (text := page.read_text()):
+            before, after = text.split(start)[0], text.split(end)[1]
+            body = "\n\n".join(table.markdown() for table in tables)
+            write_atomic(page, f"{before}{start}\n{body}\n{end}{after}")
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,9 @@ MARGINS = {"base_reward": 0.02, "gain": 0.1, "ratio/max_error": 1e-6, "clip_frac
 def digen(*words: str) -> dict[str, Any]:
     """Run one command with --json and return its object."""
     command = [sys.executable, "-m", "digen", *words, "--json"]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 

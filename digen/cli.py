@@ -52,6 +52,25 @@ Weights = Annotated[
     str | None, typer.Option(metavar="live|ema", help="Which trained weights; the average (ema) where there is one.")
 ]
 
+Algorithm = Annotated[
+    str | None,
+    typer.Argument(help="Name from `digen list`, or path.py:Name.", autocompletion=lambda: _installed("algorithms")),
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")]
+Model = Annotated[
+    str | None, typer.Option(help="Model; glyph if nothing else says.", autocompletion=lambda: _installed("models"))
+]
+ConfigFile = Annotated[Path | None, typer.Option(help="YAML file with settings, e.g. a run's config.yaml.")]
+Rewards = Annotated[list[str] | None, typer.Option(help="Reward, instead of those set; repeatable.")]
+CostsOf = Annotated[Path | None, typer.Option(metavar="RUN", help="Start with the costs that another run measured.")]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run, from its newest checkpoint.")]
+AllowChange = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY", help="With --resume: a setting that may change the results; repeatable."),
+]
+InitFrom = Annotated[Path | None, typer.Option(metavar="RUN", help="Start a new run from the weights of another.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the resolved settings and counts, run nothing.")]
+
 
 def _show_version(asked: bool) -> None:
     if asked:
@@ -69,41 +88,22 @@ def _root(
 
 @app.command()
 def run(
-    algorithm: Annotated[
-        str | None,
-        typer.Argument(
-            help="Name from `digen list`, or path.py:Name.", autocompletion=lambda: _installed("algorithms")
-        ),
-    ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model; glyph if nothing else says.", autocompletion=lambda: _installed("models")),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with settings, e.g. a run's config.yaml.")] = None,
+    algorithm: Algorithm = None,
+    overrides: Overrides = None,
+    model: Model = None,
+    config: ConfigFile = None,
     generator: Annotated[str | None, typer.Option(help="generator.backend")] = None,
     trainer: Annotated[str | None, typer.Option(help="trainer.backend")] = None,
     engine: Annotated[str | None, typer.Option(help="engine.name")] = None,
-    reward: Annotated[list[str] | None, typer.Option(help="Reward, instead of those set; repeatable.")] = None,
+    reward: Rewards = None,
     steps: Annotated[int | None, typer.Option(help="steps")] = None,
     seed: Annotated[int | None, typer.Option(help="seed")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="run_dir")] = None,
-    costs: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Start with the costs that another run measured.")
-    ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on with a run, from its newest checkpoint.")
-    ] = None,
-    allow_change: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY", help="With --resume: a setting that may change the results; repeatable."),
-    ] = None,
-    init_from: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Start a new run from the weights of another.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the resolved settings and counts, run nothing.")
-    ] = False,
+    costs: CostsOf = None,
+    resume: Resume = None,
+    allow_change: AllowChange = None,
+    init_from: InitFrom = None,
+    dry_run: DryRun = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -116,23 +116,16 @@ def run(
         "seed": seed,
         "run_dir": run_dir,
         "checkpoint.init_from": init_from,
+        "reward": {name: {} for name in reward} if reward else None,
     }
     with _reported(debug):
-        from digen.presets import resolve
-
         settings = [f"{key}={_quoted(value)}" for key, value in flags.items() if value is not None]
-        if reward:
-            settings.append(f"reward={json.dumps({name: {} for name in reward})}")
         words = [word for word in (algorithm, *(overrides or ())) if word is not None]
         if resume:
             given = {"--config": config, "--run-dir": run_dir, "--init-from": init_from}
             resolved = _resumed(resume, words, settings, [name for name, value in given.items() if value is not None])
         else:
-            if algorithm is None:
-                raise ConfigError(
-                    "got no ALGORITHM; allowed: a name from `digen list` or path.py:Name, or --resume RUN"
-                )
-            resolved = resolve(algorithm, model, config, [*settings, *words[1:]], os.environ)
+            resolved = _resolved(algorithm, model, config, [*settings, *words[1:]])
         known = None
         if costs:
             from digen.run import known_costs
@@ -307,6 +300,15 @@ def _kind(weights: str | None) -> Kind | None:
     return None if weights is None else kind_of(weights)
 
 
+def _resolved(algorithm: str | None, model: str | None, config: Path | None, settings: Sequence[str]) -> Any:
+    """The settings of a new run."""
+    from digen.presets import resolve
+
+    if algorithm is None:
+        raise ConfigError("got no ALGORITHM; allowed: a name from `digen list` or path.py:Name, or --resume RUN")
+    return resolve(algorithm, model, config, settings, os.environ)
+
+
 def _resumed(run_dir: Path, words: Sequence[str], settings: Sequence[str], given: Sequence[str]) -> Any:
     """The settings of a run that goes on: its own, then the environment's, then those of the command line."""
     from digen.observe.files import RunFolder
@@ -323,8 +325,8 @@ def _resumed(run_dir: Path, words: Sequence[str], settings: Sequence[str], given
 
 
 def _quoted(value: object) -> str:
-    """A flag's value as a setting's text: numbers as they are, texts quoted so that they stay texts."""
-    return str(value) if isinstance(value, int) else json.dumps(str(value))
+    """A flag's value as a setting's text: texts are quoted, so that they stay texts."""
+    return json.dumps(str(value) if isinstance(value, Path) else value)
 
 
 def _show_plan(config: Any, as_json: bool) -> None:

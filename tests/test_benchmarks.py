@@ -76,10 +76,21 @@ def test_no_mix_of_replicas_beats_the_bound_and_sharing_comes_near_it(tmp_path: 
         assert row["step_s"]["bts"] <= row["step_s"]["gap"]
 
 
-def test_every_table_of_the_page_is_there() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    for name in ("paper_figures", "search_time", "scaling", "heterogeneous"):
-        part = page.split(f"<!-- results of {name}.py -->")[1].split(f"<!-- end of {name}.py -->")[0]
+def test_an_assist_that_pauses_gains_less_than_parts_do(tmp_path: Path) -> None:
+    found = quick("sharing", tmp_path)
+    for case in (*found["few"], *found["many"]):
+        steps = case["step_s"]
+        assert case["half_s"] <= steps["pausing"] + 1e-9 or case["assist"] > 1
+        assert steps["shared"] <= 1.005 * steps["pausing"], case
+        assert steps["pausing"] <= 1.001 * steps["bts"], case
+
+
+def test_every_table_is_on_its_page() -> None:
+    names = ("paper_figures", "search_time", "scaling", "heterogeneous", "sharing")
+    pages = {name: "design/sharing.md" if name == "sharing" else "benchmarks.md" for name in names}
+    for name, page in pages.items():
+        text = (ROOT / "docs" / page).read_text()
+        part = text.split(f"<!-- results of {name}.py -->")[1].split(f"<!-- end of {name}.py -->")[0]
         assert part.count("\n|") > 3, name
         assert (DOCS / f"{name}.png").is_file()
 
