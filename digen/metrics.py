@@ -14,7 +14,7 @@ from statistics import fmean
 from digen import credit
 from digen.types import ScoredRollout, Scores, Stats, StepReport, Version
 
-MEANS = ("ratio", "clip_fraction", "approx_kl", "kl", "loss")
+MEANS = ("ratio", "clip_fraction", "approx_kl", "old_kl", "kl", "loss")
 
 
 @dataclass(frozen=True, slots=True)

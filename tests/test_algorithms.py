@@ -13,14 +13,23 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
 from digen.algos.advantages import GroupAdvantage
+from digen.algos.awm import AWM
 from digen.algos.base import Algorithm, BestOfN, LossInputs, LossTerms, NoiseStrategy, PolicyLoss, Transition
 from digen.algos.dancegrpo import DanceGRPO
-from digen.algos.flowgrpo import FlowGRPO
+from digen.algos.diffusion_nft import DiffusionNFT
+from digen.algos.dr_grpo import DrGRPO
+from digen.algos.flow_dppo import FlowDPPO
+from digen.algos.flowgrpo import FlowCPS, FlowFast, FlowGRPO
+from digen.algos.grpo_guard import GRPOGuard
+from digen.algos.longcat import LongCat
 from digen.algos.losses import ClippedLoss
+from digen.algos.mixgrpo import MixGRPO
 from digen.algos.sde import CPS, DanceSDE, FlowSDE, WanSDE, clean, euler
 from digen.algos.steps import AllButLast, RandomFraction, Window
 from digen.errors import RewardError
@@ -84,8 +93,8 @@ def test_the_log_prob_is_the_mean_over_latents_of_a_normal_distributions(noise: 
 
 @pytest.mark.parametrize("noise", STRATEGIES)
 def test_steps_are_taken_in_float32_for_bfloat16_models_and_stay_in_float64(noise: NoiseStrategy) -> None:
-    for given, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        x, v = normal(0).to(given), normal(1).to(given)
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        x, v = normal(0).to(dtype), normal(1).to(dtype)
         mean, std = noise.mean_std(x, v, at(3))
         same, _ = noise.mean_std(x.to(expected), v.to(expected), at(3))
         assert {mean.dtype, euler(x, v, at(3)).dtype, clean(x, v, at(3)).dtype} == {expected}
@@ -284,6 +293,27 @@ def test_advantages_of_a_hand_table_equal_numpy(std: Any, scale: Any) -> None:
     np.testing.assert_allclose(ours, centred / (divisor + 1e-4), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("std", ["biased", "unbiased"])
+def test_the_largest_std_of_a_group_divides_all_advantages_of_the_step(std: Any) -> None:
+    advantage, table_34 = GroupAdvantage(std=std, scale="max-group"), np.array(REWARDS)
+    divisor = table_34.std(1, ddof=int(std == "unbiased")).max() + 1e-4
+
+    ours = np.array([advantage(group) for group in REWARDS]) * advantage.gradient_scale(REWARDS)
+
+    np.testing.assert_allclose(ours, (table_34 - table_34.mean(1, keepdims=True)) / divisor, rtol=0, atol=1e-12)
+
+
+@given(st.lists(st.lists(st.floats(-10, 10), min_size=2, max_size=26), min_size=1, max_size=6))
+def test_by_the_std_of_a_group_no_advantage_reaches_the_clamp_that_longcat_leaves_out(
+    groups: list[list[float]],
+) -> None:
+    """In a group of n, |reward - mean| <= std sqrt(n - 1): at most 5 for n <= 26."""
+    advantage = LongCat().advantage
+    scale = advantage.gradient_scale(groups)
+
+    assert all(abs(value * scale) <= 5 for group in groups for value in advantage(group))
+
+
 def test_without_std_advantages_are_rewards_minus_their_mean() -> None:
     assert GroupAdvantage(std="none")([1.0, 2.0, 6.0]) == [-2.0, -1.0, 3.0]
     assert GroupAdvantage(std="none").gradient_scale(REWARDS) == 1.0
@@ -329,6 +359,8 @@ def test_batch_std_on_the_gradient_equals_batch_std_in_the_advantage() -> None:
 
 # Whole algorithms
 
+CLIPPED = {"type": "clipped", "advantage_clip": 5.0, "kl_kind": "mean-over-g2", "kl_to": "base", "reweight": "none"}
+
 
 def test_flowgrpo_without_keys_is_the_sd35_ocr_recipe() -> None:
     assert FlowGRPO().model_dump() == {
@@ -342,7 +374,7 @@ def test_flowgrpo_without_keys_is_the_sd35_ocr_recipe() -> None:
         "noise": {"type": "flow-sde", "level": 0.7, "max_std": None},
         "steps": {"type": "all-but-last"},
         "advantage": {"type": "group", "std": "biased", "eps": 1e-4, "scale": "group"},
-        "loss": {"type": "clipped", "clip": 1e-4, "advantage_clip": 5.0, "kl": 0.04, "kl_kind": "mean-over-g2"},
+        "loss": CLIPPED | {"clip": 1e-4, "kl": 0.04},
     }
     assert FlowGRPO().steps.num_trained(10) == 9
     assert FlowGRPO().loss.needs_reference
@@ -360,13 +392,28 @@ def test_dancegrpo_without_keys_is_the_flux_recipe() -> None:
         "noise": {"type": "dance-sde", "level": 0.3},
         "steps": {"type": "random-fraction", "fraction": 0.6, "of": "all-but-last", "per_sample": True},
         "advantage": {"type": "group", "std": "unbiased", "eps": 1e-8, "scale": "group"},
-        "loss": {"type": "clipped", "clip": 1e-4, "advantage_clip": 5.0, "kl": 0.0, "kl_kind": "mean-over-g2"},
+        "loss": CLIPPED | {"clip": 1e-4, "kl": 0.0},
     }
     assert [DanceGRPO().steps.num_trained(steps) for steps in (16, 12, 20)] == [9, 6, 11]
     assert not DanceGRPO().loss.needs_reference
 
 
-@pytest.mark.parametrize("algorithm", [FlowGRPO(), DanceGRPO(best_of_n=BestOfN(best=2, worst=1), noise=CPS())])
+VARIANTS: list[Algorithm] = [
+    FlowFast(),
+    FlowCPS(),
+    MixGRPO(),
+    GRPOGuard(),
+    FlowDPPO(),
+    DrGRPO(),
+    LongCat(),
+    AWM(),
+    DiffusionNFT(),
+]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [FlowGRPO(), DanceGRPO(best_of_n=BestOfN(best=2, worst=1), noise=CPS()), *VARIANTS]
+)
 def test_a_dumped_algorithm_reads_back_as_the_same(algorithm: Algorithm) -> None:
     assert type(algorithm).model_validate(algorithm.model_dump()) == algorithm
     assert type(algorithm).model_validate_json(algorithm.model_dump_json()) == algorithm
@@ -402,6 +449,17 @@ def test_a_part_of_another_type_starts_from_that_types_own_defaults() -> None:
         ({"advantage": {"scale": "batch"}}, "advantage_clip=null"),
         ({"advantage": {"scale": "batch"}, "loss": {"advantage_clip": None, "kl": 0.1}}, "kl=0"),
         ({"advantage": {"scale": "batch", "std": "none"}}, "std=none"),
+        ({"advantage": {"scale": "max-group", "std": "none"}}, "std=none"),
+        ({"advantage": {"scale": "max-group"}}, "scale=max-group is known when .*advantage_clip=null"),
+        ({"loss": {"kl_kind": "log-ratio"}}, "kl_to=old only"),
+        ({"loss": {"kl": 0.1, "kl_to": "old"}}, r"algorithm.records=\[\]: .*set algorithm.records=\[mean\]"),
+        ({"loss": {"type": "guard"}, "records": ["mean"]}, "guard is defined for flow-sde, got .*type=dance-sde"),
+        ({"loss": {"type": "guard"}, "noise": {"type": "cps"}, "records": ["mean"]}, "got .*type=cps"),
+        ({"loss": {"type": "divergence"}}, r"set algorithm.records=\[mean\]"),
+        ({"loss": {"type": "divergence", "clip": 1e-4}}, "clip"),
+        ({"loss": {"reweight": "step"}}, "undoes a factor of flow-sde's log-prob, which dance-sde does not have"),
+        ({"steps": {"type": "moving-window", "stride": 5}}, "stride=5 leaves steps out"),
+        ({"steps": {"type": "moving-window", "order": "random", "decay": 0.1}}, "got order=random"),
         ({"steps": {"type": "window", "size": 3, "low": 2, "high": 4}}, "size=3 does not fit"),
     ],
 )
@@ -430,6 +488,31 @@ def test_batch_std_is_refused_for_a_loss_that_does_not_say_it_is_proportional() 
         OwnAlgorithm(advantage=GroupAdvantage(scale="batch"))
 
 
+@pytest.mark.parametrize("changes", [{"loss": {"kl": 3e-4}}, {"loss": {"advantage_clip": 5}}])
+def test_longcats_kl_and_clamp_can_be_had_with_the_std_of_each_group(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=r"advantage\.scale=group"):
+        LongCat.model_validate(changes)
+
+    assert LongCat.model_validate(changes | {"advantage": {"scale": "group"}}).advantage.gradient_scale([[1, 2]]) == 1
+
+
+@pytest.mark.parametrize("loss", [{"type": "guard"}, {"type": "divergence"}, {"kl": 0.1, "kl_to": "old"}])
+@pytest.mark.parametrize("algorithm", [FlowGRPO, MixGRPO, LongCat])
+def test_a_loss_of_one_variant_goes_with_noise_steps_and_advantage_of_another(
+    algorithm: type[Algorithm], loss: dict[str, Any]
+) -> None:
+    both = {"loss": loss, "records": ["mean"], "advantage": {"scale": "group"}}
+
+    assert algorithm.model_validate(both).loss.needs_old_mean
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "digen" / "algos").glob("*.py")), ids=str)
+def test_an_algorithm_is_one_short_file(path: Path) -> None:
+    parts = {"base", "sde", "steps", "advantages", "losses", "__init__"}
+
+    assert len(path.read_text().splitlines()) <= (400 if path.stem in parts else 150)
+
+
 def test_best_of_n_keeps_the_ends_and_breaks_ties_by_sample_index() -> None:
     algorithm = DanceGRPO(best_of_n=BestOfN(best=2, worst=1))
 
@@ -450,7 +533,9 @@ def test_the_parts_of_an_algorithm_have_the_types_that_are_documented() -> None:
 
 def test_importing_the_algorithms_imports_no_torch() -> None:
     code = (
-        "import sys, digen.algos.flowgrpo, digen.algos.dancegrpo as d; d.DanceGRPO();"
+        "import sys; from importlib.metadata import entry_points;"
+        "found = [e.load()() for e in entry_points(group='digen.algorithms') if e.value.startswith('digen.')];"
+        "assert len(found) >= 11, found;"
         "sys.exit('torch' in sys.modules or 'diffusers' in sys.modules)"
     )
 

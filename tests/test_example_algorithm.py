@@ -14,9 +14,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from digen.algos.awm import AWM
 from digen.algos.base import Algorithm, LossInputs, Transition
 from digen.algos.dancegrpo import DanceGRPO
-from digen.algos.flowgrpo import FlowGRPO
+from digen.algos.diffusion_nft import DiffusionNFT
+from digen.algos.dr_grpo import DrGRPO
+from digen.algos.flow_dppo import FlowDPPO
+from digen.algos.flowgrpo import FlowFast, FlowGRPO
+from digen.algos.grpo_guard import GRPOGuard
+from digen.algos.longcat import LongCat
+from digen.algos.mixgrpo import MixGRPO
 from digen.algos.sde import clean, euler
 
 PATH = Path(__file__).parent.parent / "examples" / "my_algorithm.py"
@@ -46,6 +53,15 @@ ALGORITHMS = {
     "dancegrpo": DanceGRPO(),
     "dancegrpo with best of n": DanceGRPO.model_validate({"best_of_n": {"best": 3, "worst": 3}}),
     "dancegrpo with wan's noise": DanceGRPO.model_validate({"noise": {"type": "wan-sde"}}),
+    "flowgrpo-fast": FlowFast(),
+    "mixgrpo": MixGRPO.model_validate({"steps": {"every": 2}}),
+    "mixgrpo with a random window": MixGRPO.model_validate({"steps": {"order": "random", "size": 2}}),
+    "grpo-guard": GRPOGuard(),
+    "flow-dppo": FlowDPPO(),
+    "dr-grpo": DrGRPO(),
+    "longcat": LongCat.model_validate({"samples_per_prompt": 12, "steps": {"high": 5}}),
+    "diffusion-nft": DiffusionNFT.model_validate({"loss": {"kl": 0}}),
+    "awm": AWM(),
 }
 
 
@@ -69,6 +85,7 @@ class Rows:
     y: Tensor
     steps: Tensor
     log_prob: Tensor
+    mean: Tensor
     advantage: Tensor
     rewards: list[float]
 
@@ -86,28 +103,37 @@ def generate(algorithm: Algorithm, flow: ToyFlow, step: int) -> Rows:
     )
     noisy = algorithm.steps.noisy(0, step, 0, NUM_STEPS)
     trained = [algorithm.steps.trained(0, step, 0, sample, NUM_STEPS) for sample in range(group)]
-    kept: list[tuple[int, int, Tensor, Tensor, Tensor]] = []
-    media = x
+    kept: list[tuple[int, int, Tensor, Tensor, Tensor, Tensor]] = []
+
+    def keep(i: int, x: Tensor, y: Tensor) -> None:
+        mean, std = algorithm.noise.mean_std(x, flow.velocity(x, at(i, x)), at(i, x))
+        log_prob = algorithm.noise.log_prob(y, mean, std)
+        kept.extend((k, i, x[k], y[k], log_prob[k], mean[k]) for k in range(group) if i in trained[k])
+
+    media, anew = x, algorithm.noise.forward_process
     for i in range(NUM_STEPS):
         v = flow.velocity(x, at(i, x))
-        y, log_prob = euler(x, v, at(i, x)), torch.zeros(group)
-        if i in noisy:
+        y = euler(x, v, at(i, x))
+        if i in noisy and not anew:
             mean, std = algorithm.noise.mean_std(x, v, at(i, x))
             y = mean + std * torch.randn(x.shape, generator=generator)
-            log_prob = algorithm.noise.log_prob(y, mean, std)
-        kept += [(k, i, x[k], y[k], log_prob[k]) for k in range(group) if i in trained[k]]
+            keep(i, x, y)
         media = clean(x, v, at(i, x)) if algorithm.decode == "clean" else y
         x = y
+    for i in range(NUM_STEPS) if anew else ():
+        e, s = torch.randn(x.shape, generator=generator), SIGMAS[i]
+        keep(i, (1 - s) * x + s * e, e - x)
     rewards = [float(-((sample - TARGET) ** 2).mean()) for sample in media]
     advantages = algorithm.advantage(rewards)
-    keep = algorithm.select(advantages)
-    kept = [row for row in kept if keep[row[0]]]
+    selected = algorithm.select(advantages)
+    kept = [row for row in kept if selected[row[0]]]
     assert len(kept) == algorithm.kept_per_prompt() * algorithm.steps.num_trained(NUM_STEPS)
     return Rows(
         torch.stack([row[2] for row in kept]),
         torch.stack([row[3] for row in kept]),
         torch.tensor([row[1] for row in kept]),
         torch.stack([row[4] for row in kept]),
+        torch.stack([row[5] for row in kept]),
         torch.tensor([advantages[row[0]] for row in kept]),
         rewards,
     )
@@ -125,6 +151,8 @@ def replay(algorithm: Algorithm, flow: ToyFlow, base: ToyFlow, rows: Rows) -> Lo
         std=std,
         at=where,
         reference_mean=reference if algorithm.loss.needs_reference else None,
+        old_mean=rows.mean if "mean" in algorithm.records else None,
+        next_latents=rows.y,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from digen.algos.base import StepSelector
-from digen.algos.steps import AllButLast, RandomFraction, Window
+from digen.algos.steps import AllButLast, MovingWindow, RandomFraction, Window
 from digen.errors import ConfigError
 
 SELECTORS: list[StepSelector] = [
@@ -19,6 +21,9 @@ SELECTORS: list[StepSelector] = [
     Window(),
     Window(size=3, low=1, high=6, noise="all"),
     Window(size=2, low=0, high=5, stride=1),
+    MovingWindow(),
+    MovingWindow(size=3, low=1, high=6, order="random", noise="all"),
+    MovingWindow(size=2, stride=2, every=3, decay=0.1, decay_after=4),
 ]
 
 identities = st.tuples(
@@ -147,9 +152,84 @@ def test_a_window_lies_in_the_first_half_unless_told_otherwise() -> None:
     assert steps == {0, 1, 2, 3, 4}
 
 
+moving = st.builds(
+    lambda size, low, more, stride, every, order, decay: MovingWindow(
+        size=size, low=low, high=low + size + more, stride=min(stride, size), every=every, order=order, decay=decay
+    ),
+    st.integers(1, 6),
+    st.integers(0, 5),
+    st.integers(0, 12),
+    st.integers(1, 6),
+    st.one_of(st.none(), st.integers(1, 30)),
+    st.just("progressive"),
+    st.sampled_from([0.0, 0.1, 3.0]),
+)
+
+
+@given(window=moving, seed=st.integers(0, 2**63 - 1), step=st.integers(0, 10_000))
+def test_a_moving_window_is_whole_lies_in_its_range_and_is_one_for_all_samples_of_all_prompts(
+    window: MovingWindow, seed: int, step: int
+) -> None:
+    assert window.high is not None
+    num_steps = window.high + 1
+    window.check(num_steps)
+    for one in (window, window.model_copy(update={"order": "random", "decay": 0.0})):
+        found = {one.trained(seed, step, prompt, sample, num_steps) for prompt in (0, 7) for sample in range(3)}
+        (trained,) = found
+        assert len(trained) == window.size == window.num_trained(num_steps)
+        assert list(trained) == list(range(trained[0], trained[0] + window.size))
+        assert window.low <= trained[0] <= trained[-1] < window.high
+
+
+@settings(max_examples=40, deadline=None)
+@given(window=moving)
+def test_a_moving_window_covers_its_range_in_order_and_begins_again(window: MovingWindow) -> None:
+    assert window.high is not None
+    num_steps, every = window.high + 1, window.every or 25
+    cycle = every * len(window.positions(num_steps))
+    starts = [window.start(0, step, 0, num_steps) for step in range(2 * cycle)]
+    seen = {i for start in starts for i in range(start, start + window.size)}
+    drops = [step for step, (a, b) in enumerate(pairwise(starts)) if b < a]
+
+    assert seen == set(range(window.low, window.high))
+    assert starts[0] == window.low
+    assert starts[: min(every, cycle)] == [window.low] * every or window.decay > 0
+    assert all(starts[step] == window.high - window.size and starts[step + 1] == window.low for step in drops)
+    assert max(b - a for a, b in pairwise(starts)) <= window.stride
+
+
+def test_a_moving_window_moves_after_its_stay_and_a_resumed_run_finds_it_where_it_was() -> None:
+    """P07: the first global step uses the first window, not the second."""
+    window = MovingWindow(size=2, low=0, high=4, every=2)
+
+    table = [window.trained(0, step, 7, 0, 10) for step in range(8)]
+
+    assert table == [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (0, 1), (0, 1)]
+    assert [window.trained(0, step, 7, 0, 10) for step in (3, 4)] == table[3:5]
+
+
+def test_a_random_moving_window_is_drawn_at_every_move_for_all_prompts() -> None:
+    each, fifth = (MovingWindow(size=2, low=0, high=5, order="random", every=every) for every in (None, 5))
+
+    assert {each.start(0, step, 0, 10) for step in range(100)} == {0, 1, 2, 3}
+    assert {each.start(seed, 0, 0, 10) for seed in range(100)} == {0, 1, 2, 3}
+    assert all(len({fifth.start(0, 5 * block + step, 0, 10) for step in range(5)}) == 1 for block in range(20))
+    assert len({fifth.start(0, 5 * block, 0, 10) for block in range(20)}) == 4
+
+
+def test_a_moving_window_reaches_the_last_trained_step_unless_told_otherwise() -> None:
+    window = MovingWindow(size=4)
+
+    assert window.positions(10) == [0, 1, 2, 3, 4, 5]
+    assert window.trained(0, 5 * 25, 0, 0, 10) == (5, 6, 7, 8)
+    assert MovingWindow(size=4, stride=4).positions(12) == [0, 4, 7]  # the last one moves up: none is cut short
+
+
 @pytest.mark.parametrize(
     ("selector", "num_steps", "words"),
     [
+        (MovingWindow(size=10), 10, "algorithm.steps.size=10 does not fit into steps 0 to 9"),
+        (MovingWindow(high=10), 10, "at most 9"),
         (Window(size=2, low=0, high=10), 10, "at most 9"),
         (Window(size=4), 6, "algorithm.steps.size=4 does not fit into steps 0 to 3"),
         (Window(), 1, "2 or more"),

@@ -66,6 +66,11 @@ class NoiseStrategy(Section):
         """Whether the strategy injects no noise at all (level 0), so that nothing could be learned from it."""
         return False
 
+    @property
+    def forward_process(self) -> bool:
+        """Whether sampling has no noise, and what is trained is clean samples noised anew (`matching`)."""
+        return False
+
     @abstractmethod
     def mean_std(self, x: Tensor, v: Tensor, at: Transition) -> tuple[Tensor, Tensor]:
         """Mean (N, ...) and std (N, 1, ..., 1) of the next latents, given latents x and velocity v (noise - data)."""
@@ -137,7 +142,9 @@ class LossInputs:
     reference_mean: Tensor | None = None
     """Mean under the frozen base weights; given when `needs_reference`."""
     old_mean: Tensor | None = None
-    """Mean at rollout; given when the algorithm records `mean`."""
+    """Mean at rollout, or replayed as the old log-prob is; given when the algorithm records `mean`."""
+    next_latents: Tensor | None = None
+    """Of the step, (N, ...); for `matching` the velocity that would lead back to the clean sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +166,18 @@ class PolicyLoss(Section):
         return False
 
     @property
+    def needs_old_mean(self) -> bool:
+        """Whether the mean at rollout is wanted, which the rollout then must record."""
+        return False
+
+    @property
     def is_proportional(self) -> bool:
         """Whether c times the advantage gives c times the loss, for every c > 0: what batch std needs (R12)."""
         return False
+
+    def problems(self, noise: NoiseStrategy) -> list[str]:  # noqa: ARG002
+        """Why the loss cannot be had with this noise, as sentences that name keys and values."""
+        return []
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossTerms: ...
@@ -232,11 +248,18 @@ class Algorithm(Section):
         if self.noise.is_silent:
             wrong.append("algorithm.noise.level=0 explores nothing and has no log-probability; allowed: above 0")
         if self.advantage.needs_gradient_scale and not self.loss.is_proportional:
+            scale = getattr(self.advantage, "scale", "batch")
             wrong.append(
-                "algorithm.advantage.scale=batch is exact only for a loss proportional to the advantage; "
+                f"algorithm.advantage.scale={scale} is known when the step's gradient is whole, and scales that: exact "
+                "only for a loss proportional to the advantage; "
                 "set algorithm.loss.advantage_clip=null and algorithm.loss.kl=0, or algorithm.advantage.scale=group"
             )
-        return wrong
+        if self.loss.needs_old_mean and "mean" not in self.records:
+            wrong.append(
+                f"algorithm.records={list(self.records)}: algorithm.loss.type={self.loss.type} compares with the mean "
+                "at rollout, which must be recorded; set algorithm.records=[mean]"
+            )
+        return wrong + self.loss.problems(self.noise)
 
     def kept_per_prompt(self) -> int:
         """Samples of a group that are trained."""

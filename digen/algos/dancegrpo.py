@@ -12,7 +12,7 @@ from pydantic import Field
 
 from digen.algos.advantages import GroupAdvantage
 from digen.algos.base import Algorithm
-from digen.algos.losses import ClippedLoss
+from digen.algos.losses import ClippedLoss, Loss
 from digen.algos.sde import DanceSDE, Noise
 from digen.algos.steps import RandomFraction, Steps
 
@@ -27,4 +27,4 @@ class DanceGRPO(Algorithm):
     noise: Noise = DanceSDE(level=0.3)
     steps: Steps = RandomFraction(fraction=0.6, of="all-but-last")
     advantage: GroupAdvantage = GroupAdvantage(std="unbiased", eps=1e-8)
-    loss: ClippedLoss = ClippedLoss(clip=1e-4)
+    loss: Loss = ClippedLoss(clip=1e-4)

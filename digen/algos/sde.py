@@ -42,6 +42,13 @@ def clean(x: Tensor, v: Tensor, at: Transition) -> Tensor:
     return _full(x) - at.sigma * _full(v)
 
 
+def noise_to_data(at: Transition) -> Tensor:
+    """sqrt(s / (1 - s)), (N, 1, ..., 1): the scale of Flow-SDE's noise, guarded where s is nearly 1."""
+    rest = 1 - at.sigma
+    rest = rest.where(rest >= NEAR_ONE, rest.maximum(1 - at.sigma_second))
+    return (at.sigma / rest).sqrt()
+
+
 class EulerMaruyama(NoiseStrategy):
     """One step of an SDE with the flow's marginals; subclasses differ in g only.
 
@@ -79,9 +86,7 @@ class FlowSDE(EulerMaruyama):
         return self.level == 0
 
     def g(self, at: Transition) -> Tensor:
-        rest = 1 - at.sigma
-        rest = rest.where(rest >= NEAR_ONE, rest.maximum(1 - at.sigma_second))
-        g = self.level * (at.sigma / rest).sqrt()
+        g = self.level * noise_to_data(at)
         return g if self.max_std is None else g.minimum(self.max_std / at.h.sqrt())
 
 

@@ -11,16 +11,21 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from typing import Annotated, Literal
+from abc import abstractmethod
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
 from digen.algos.base import StepSelector
-from digen.config import Count
+from digen.config import Count, NonNegative
 from digen.errors import ConfigError
 
 _GROUP = -1
 """Stands for the sample index in draws that a whole group shares."""
+_ALL_PROMPTS = -1
+"""Stands for the prompt in draws that all groups of a step share."""
 
 
 def _draw(seed: int, step: int, prompt_id: int, sample: int, index: int) -> int:
@@ -69,29 +74,23 @@ class RandomFraction(StepSelector):
         return min(max(exact, 1), num_steps - 1)
 
 
-class Window(StepSelector):
-    """`size` neighbouring steps within [low, high) are trained, the same for all samples of a group (Flow-GRPO-Fast).
+class Windowed(StepSelector):
+    """`size` neighbouring steps within [low, high) are trained, the same for all samples of a group.
 
-    `Window(size=3, low=0, high=3)` trains exactly the first three steps.
+    Subclasses say where the window begins. It is always whole: never shorter at the end of its range, never empty.
     """
 
-    type: Literal["window"] = "window"
     size: Count = 2
     """Steps."""
     low: Annotated[int, Field(ge=0)] = 0
     """First step that a window may hold."""
     high: Count | None = None
     """First step beyond all windows; None: half of the steps."""
-    stride: Annotated[int, Field(ge=0)] = 0
-    """Denoising steps that the window moves on by at each global step, from `low` and back to it at the end.
-
-    0: it does not slide, a window is drawn for every global step and prompt.
-    """
     noise: Literal["window", "all"] = "window"
     """Steps with noise: only the trained ones, or all."""
 
     @model_validator(mode="after")
-    def _fits_range(self) -> Window:
+    def _fits_range(self) -> Self:
         if self.high is not None and self.size > self.high - self.low:
             raise ValueError(
                 f"a window of size={self.size} does not fit into low={self.low} to high={self.high} (exclusive)"
@@ -101,7 +100,7 @@ class Window(StepSelector):
     def check(self, num_steps: int) -> None:
         """Raises ConfigError when the range holds the last step, or (high unset) cannot hold the window."""
         super().check(num_steps)
-        high = self._high(num_steps)
+        high = self.end(num_steps)
         if high > num_steps - 1:
             raise ConfigError(
                 f"algorithm.steps.high={high}: the last of sampling.num_steps={num_steps} steps is never trained; "
@@ -122,15 +121,86 @@ class Window(StepSelector):
     def num_trained(self, num_steps: int) -> int:
         return self.size
 
-    def _high(self, num_steps: int) -> int:
+    def end(self, num_steps: int) -> int:
+        """First step beyond all windows."""
         return num_steps // 2 if self.high is None else self.high
 
+    @abstractmethod
+    def start(self, seed: int, step: int, prompt_id: int, num_steps: int) -> int:
+        """First step of the window."""
+
     def _window(self, seed: int, step: int, prompt_id: int, num_steps: int) -> tuple[int, ...]:
-        positions = self._high(num_steps) - self.low - self.size + 1
-        shift = step * self.stride if self.stride else _draw(seed, step, prompt_id, _GROUP, 0)
-        start = self.low + shift % positions
+        start = self.start(seed, step, prompt_id, num_steps)
         return tuple(range(start, start + self.size))
 
 
-Steps = Annotated[AllButLast | RandomFraction | Window, Field(discriminator="type")]
+class Window(Windowed):
+    """A window that is drawn, or slides by `stride` at every global step (Flow-GRPO-Fast).
+
+    `Window(size=3, low=0, high=3)` trains exactly the first three steps.
+    """
+
+    type: Literal["window"] = "window"
+    stride: Annotated[int, Field(ge=0)] = 0
+    """Denoising steps that the window moves on by at each global step, from `low` and back to it at the end.
+
+    0: it does not slide, a window is drawn for every global step and prompt.
+    """
+
+    def start(self, seed: int, step: int, prompt_id: int, num_steps: int) -> int:
+        positions = self.end(num_steps) - self.low - self.size + 1
+        shift = step * self.stride if self.stride else _draw(seed, step, prompt_id, _GROUP, 0)
+        return self.low + shift % positions
+
+
+class MovingWindow(Windowed):
+    """A window that stays for some global steps, for all prompts, and then moves on (MixGRPO).
+
+    Unlike the reference's, which grows shorter at the end of the range and is empty at the last of its positions, it
+    goes back to the beginning once it has been at the end.
+    """
+
+    type: Literal["moving-window"] = "moving-window"
+    size: Count = 4
+    """Steps."""
+    high: Count | None = None
+    """First step beyond all windows; None: the last step."""
+    order: Literal["progressive", "random"] = "progressive"
+    """From the first steps to the last and again, or a position drawn at every move."""
+    stride: Count = 1
+    """Denoising steps between two neighbouring positions; at most `size`, so that none is left out."""
+    every: Count | None = None
+    """Global steps that the window stays at a position; None: 25, or 1 with `order=random`."""
+    decay: NonNegative = 0.0
+    """It stays ceil(every exp(-decay (start - decay_after))) beyond step `decay_after`; MixGRPO's decay is 0.1."""
+    decay_after: Annotated[int, Field(ge=0)] = 13
+    """Denoising step up to which it stays for `every` global steps."""
+
+    @model_validator(mode="after")
+    def _has_no_gap(self) -> MovingWindow:
+        if self.stride > self.size:
+            raise ValueError(f"stride={self.stride} leaves steps out between windows of size={self.size}")
+        if self.order == "random" and self.decay > 0:
+            raise ValueError(f"decay={self.decay} is for windows that move on in order, got order=random")
+        return self
+
+    def end(self, num_steps: int) -> int:
+        return num_steps - 1 if self.high is None else self.high
+
+    def start(self, seed: int, step: int, prompt_id: int, num_steps: int) -> int:
+        starts = self.positions(num_steps)
+        every = self.every or (1 if self.order == "random" else 25)
+        if self.order == "random":
+            return starts[_draw(seed, step // every, _ALL_PROMPTS, _GROUP, 0) % len(starts)]
+        stays = [math.ceil(every * math.exp(-self.decay * max(at - self.decay_after, 0))) for at in starts]
+        ends = list(accumulate(stays))
+        return starts[bisect_right(ends, step % ends[-1])]
+
+    def positions(self, num_steps: int) -> list[int]:
+        """First steps of all windows, in order; together the windows cover the range."""
+        last = self.end(num_steps) - self.size
+        return [*range(self.low, last, self.stride), last]
+
+
+Steps = Annotated[AllButLast | RandomFraction | Window | MovingWindow, Field(discriminator="type")]
 """Any of the built-in selectors, chosen by `type`."""
