@@ -28,6 +28,7 @@ from digen.engines.together import all_at_once
 from digen.errors import ConfigError
 from digen.observe.files import write_atomic
 from digen.observe.grid import side_by_side
+from digen.preflight import check_weights
 from digen.rewards.base import RewardSet
 from digen.rewards.total import total
 from digen.run import load, make_engine, spec
@@ -78,6 +79,7 @@ def evaluate(run_dir: Path, weights: Kind | None = None, *, console: Console) ->
     trained = find(run_dir, weights)
     config = trained.config
     RewardSet(config.reward, config.scoring.timeout_s).check()
+    check_weights(config.model)
     prompts = load_prompts(presets.prompt_file(config, "heldout"), config.data.column)
     report = anyio.run(partial(_evaluate, trained, prompts))
     write_atomic(run_dir / "eval.json", json.dumps(report.as_dict(), indent=2) + "\n")
@@ -154,10 +156,10 @@ def sample(
     weights: Kind | None = None,
     console: Console | None = None,
 ) -> list[Path]:
-    """Draw one image per prompt, without step noise: with a run's trained model, an exported one, or a model as it is.
+    """Draw one sample per prompt, without step noise: with a run's trained model, an exported one, or a model as it is.
 
-    Writes `out/000.png`, ... and returns the paths; `weights` as for `evaluate`. Raises ConfigError for what is none of
-    the three.
+    Writes `out/000.png`, ... (`000.gif`, ... for video) and returns the paths; `weights` as for `evaluate`. Raises
+    ConfigError for what is none of the three.
     """
     trained = find(Path(run_or_model), weights) if Path(run_or_model).is_dir() else None
     if trained is None and weights is not None:
@@ -168,16 +170,24 @@ def sample(
     if num_steps is not None:
         sampling = config.sampling.model_copy(update={"eval_num_steps": num_steps})
         config = config.model_copy(update={"sampling": sampling})
+    check_weights(config.model)
     media = anyio.run(partial(_sample, config, trained.path if trained else None, tuple(prompts), seed))
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{k:03d}.png" for k in range(len(prompts))]
-    for path, image in zip(paths, media, strict=True):
-        Image.fromarray(image).save(path)
-    return paths
+    return [_write(pixels, out / f"{k:03d}") for k, pixels in enumerate(media)]
+
+
+def _write(pixels: Any, path: Path) -> Path:
+    """An image (H, W, 3) as PNG, a video (F, H, W, 3) as GIF of 8 frames a second."""
+    if pixels.ndim == 3:
+        Image.fromarray(pixels).save(path := path.with_suffix(".png"))
+        return path
+    first, *rest = map(Image.fromarray, pixels)
+    first.save(path := path.with_suffix(".gif"), save_all=True, append_images=rest, duration=125, loop=0)
+    return path
 
 
 async def _sample(config: RunConfig[Any], trained: Path | None, prompts: tuple[str, ...], seed: int) -> Any:
-    """Media (K, H, W, 3) of these prompts."""
+    """Media (K, H, W, 3) or (K, F, H, W, 3) of these prompts."""
     engine = make_engine(config)
     placement = config.generator.model_copy(update={"ranks": 1})
     worker = spec(config, "generator", plugins.target("generators", config.generator.backend), placement, None)

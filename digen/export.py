@@ -26,8 +26,8 @@ from digen.backends.worker import add_adapters
 from digen.config import LoraConfig
 from digen.errors import ConfigError
 from digen.models.base import ModelFamily
-from digen.observe.files import synced, write_atomic
-from digen.trained import ABOUT, Kind, Trained, find
+from digen.observe.files import ABOUT, synced, write_atomic
+from digen.trained import Kind, Trained, find
 from digen.types import Version
 from digen.weights.state import load_trainable
 
@@ -95,7 +95,7 @@ def _write_adapters(family: ModelFamily, lora: LoraConfig, tensors: Mapping[str,
     """The base is needed for its names and shapes alone, so none of its weights is read."""
     kind = family.transformer_class
     with init_empty_weights():
-        family.transformer = kind.from_config(kind.load_config(family.path, subfolder="transformer"))
+        family.transformer = kind.from_config(family.part_config("transformer")).requires_grad_(False)
     add_adapters(family, lora.rank, lora.alpha, lora.target_modules)
     load_trainable(family.transformer, tensors)
     layers = get_peft_model_state_dict(family.transformer, state_dict=dict(tensors), save_embedding_layers=False)
@@ -108,7 +108,7 @@ def _write_adapters(family: ModelFamily, lora: LoraConfig, tensors: Mapping[str,
 def _write_transformer(family: ModelFamily, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """In float32, as it was trained."""
     transformer = family.transformer_class.from_pretrained(
-        family.path, subfolder="transformer", torch_dtype=torch.float32
+        family.folder, subfolder="transformer", torch_dtype=torch.float32
     )
     load_trainable(transformer.requires_grad_(True), tensors)
     transformer.save_pretrained(folder)
@@ -172,8 +172,8 @@ def _base(trained: Trained, family: ModelFamily) -> str:
 
 
 def _is_bundled(trained: Trained, family: ModelFamily) -> bool:
-    """Whether the base lies in a folder that means something on this machine only."""
-    return trained.config.model.path is None and Path(family.path).is_dir()
+    """Whether the base came with its plugin, in a folder that means something on this machine only."""
+    return Path(family.path) == plugins.folder("models", trained.config.model.name)
 
 
 def _code(trained: Trained, family: ModelFamily) -> str:

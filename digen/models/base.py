@@ -2,20 +2,28 @@
 
 Invariant: latents are float32 of shape (N, *latent_shape) everywhere outside `velocity` and `decode`; one call of
 `velocity` may mix timesteps (TSP, paper section 3.2.2). Shape letters: N rows, P prompts, L text tokens, D features, T
-steps.
+steps, F frames.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
+from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.utils import logging as transformers_logging
 
 from digen.config import ModelConfig
+from digen.errors import ConfigError
+from digen.models.skeleton import skeleton
+from digen.preflight import cached
 
 Conditioning = dict[str, Tensor]
 """What the transformer is conditioned on, batch first: one row per prompt, or per sample after `rows_of`."""
@@ -26,29 +34,108 @@ def rows_of(conditioning: Conditioning, index_N: Tensor) -> Conditioning:
     return {name: tensor[index_N] for name, tensor in conditioning.items()}
 
 
+def quieten() -> None:
+    """No progress bars, and no line for every cut prompt: they are counted once, by `num_cut`."""
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
+        library.set_verbosity_error()
+
+
+def to_uint8(pixels: Tensor) -> Tensor:
+    """What a VAE decodes, (N, 3, ...) from -1 to 1, as uint8 (N, ..., 3): the rounding of diffusers' processors."""
+    return ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).movedim(1, -1).contiguous()
+
+
 class ModelFamily(ABC):
-    """Adapter of one family of diffusers models: the transformer is trained, everything else is frozen."""
+    """Adapter of one family of diffusers models: the transformer is trained, everything else is frozen.
+
+    docs/models.md shows how to add one in a file.
+    """
 
     default_path: ClassVar[str]
     """Hub id or bundled folder used when the config names none."""
+    folders: ClassVar[tuple[str, ...]]
+    """The pipeline's parts, each a folder of that name in diffusers' format; text encoders and tokenizers by prefix."""
+    gated: ClassVar[bool] = False
+    """Whether the hub asks for an accepted licence and a token before it hands out the weights."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Suffixes of the linear layers that adapters are put on by default."""
+    embeds_guidance: ClassVar[bool] = False
+    """Whether the guidance scale is an input of the transformer (`conditioning["guidance"]`), at no second forward."""
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     """diffusers' pipeline, which loads what `digen export` writes."""
     transformer_class: ClassVar[type[ModelMixin]]
     """diffusers' class of the transformer."""
+    vae_dtype: ClassVar[torch.dtype | None] = None
+    """Of the VAE, where it must not be that of the transformer."""
 
+    empty: bool = False
+    """Whether `load` leaves out the transformer's weights (`digen/models/skeleton.py`), which the worker then reads."""
     transformer: nn.Module
+    pipeline: Any
+    """Encodes and decodes; its transformer is None, so that there is one owner of the weights that are trained."""
+    scheduler: Any
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.path = config.path or self.default_path
         self.device = torch.device("cpu")
 
-    @abstractmethod
+    @property
+    def folder(self) -> str:
+        """Where the files are: the path, or where the hub's cache (HF_HOME) has the repository that it names.
+
+        Raises ConfigError when there is neither; nothing is downloaded.
+        """
+        local = Path(self.path).expanduser()
+        found = local if local.is_dir() else cached(self.path)
+        if found is None:
+            raise ConfigError(f"model.path: {self.path} is no folder and not in the hub's cache")
+        return str(found)
+
     def load(self, device: str, dtype: torch.dtype, *, text_encoder: bool, decoder: bool) -> None:
         """Load the transformer in `dtype` and, where wanted, what encodes prompts and what decodes latents."""
+        quieten()
+        self.device = torch.device(device)
+        self.transformer = self._load_transformer(dtype).requires_grad_(False).eval()
+        wanted = {"text_encoder": text_encoder, "tokenizer": text_encoder, "vae": decoder}
+        left_out = [name for name in self.folders if any(name.startswith(k) and not w for k, w in wanted.items())]
+        self.pipeline = self.pipeline_class.from_pretrained(
+            self.folder,
+            transformer=None,
+            **dict.fromkeys(left_out),
+            dtype={"default": dtype, "vae": self.vae_dtype or dtype},
+            local_files_only=True,
+        ).to(self.device)
+        for part in self.pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        if decoder and self.config.vae_tiling:
+            self.pipeline.vae.enable_tiling()
+        self.vae_config = self.part_config("vae")
+        self.transformer_config = self.part_config("transformer")
+        self.scheduler = self.pipeline.scheduler
+        if self.config.shift is not None:
+            settings = self.static_shift(self.config.shift)
+            self.scheduler = type(self.scheduler).from_config(self.scheduler.config, **settings)
+
+    def _load_transformer(self, dtype: torch.dtype) -> nn.Module:
+        if self.empty:
+            return skeleton(self.transformer_class, self.folder, "transformer", dtype)
+        loaded: nn.Module = self.transformer_class.from_pretrained(
+            self.folder, subfolder="transformer", dtype=dtype, local_files_only=True
+        )
+        return loaded.to(self.device)
+
+    def part_config(self, folder: str) -> Mapping[str, Any]:
+        """The configuration of a part, whether or not its weights are loaded here."""
+        found = self.transformer_class.load_config(self.folder, subfolder=folder, local_files_only=True)
+        return cast("Mapping[str, Any]", found)
+
+    def static_shift(self, shift: float) -> Mapping[str, Any]:
+        """The scheduler's settings for one shift at every size: s -> shift s / (1 + (shift - 1) s), and no more."""
+        return {"shift": shift, "use_dynamic_shifting": False, "shift_terminal": None}
 
     @property
     @abstractmethod
@@ -61,11 +148,22 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def encode(self, prompt: str) -> Conditioning:
-        """Conditioning of one prompt (one row, no padding)."""
+        """Conditioning of one prompt (one row). A text's padding, if not part of the model, is left out."""
 
-    @abstractmethod
     def collate(self, conditionings: Sequence[Conditioning]) -> Conditioning:
-        """Stack prompts of different lengths into one batch, with masks; `velocity` must not depend on the padding."""
+        """Stack prompts into one batch; `velocity` must not depend on the padding.
+
+        Where lengths differ, `embeds` (1, L, D) and `mask` (1, L) are padded at the end with zeros.
+        """
+        longest = max(c["embeds"].shape[1] for c in conditionings)
+
+        def padded(c: Conditioning, name: str) -> Tensor:
+            missing = longest - c["embeds"].shape[1]
+            if not missing or name not in ("embeds", "mask"):
+                return c[name]
+            return pad(c[name], (0, 0, 0, missing) if name == "embeds" else (0, missing))
+
+        return {name: torch.cat([padded(c, name) for c in conditionings]) for name in conditionings[0]}
 
     @abstractmethod
     def num_cut(self, prompts: Sequence[str]) -> int:
@@ -74,6 +172,14 @@ class ModelFamily(ABC):
     @abstractmethod
     def sigmas(self, num_steps: int) -> Tensor:
         """The sampler's noise levels (T+1,), float32, from about 1 down to 0, as the library's scheduler makes them."""
+
+    def even_sigmas(self, num_steps: int, mu: float | None = None) -> Tensor:
+        """A flow-match Euler scheduler's table (T+1,) for levels spaced evenly from 1 to 1/T before they are shifted.
+
+        mu: the exponent of the shift where the scheduler makes it depend on the size.
+        """
+        self.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+        return cast("Tensor", self.scheduler.sigmas).float()
 
     @abstractmethod
     def velocity(self, latents: Tensor, sigma_N: Tensor, conditioning: Conditioning) -> Tensor:
@@ -90,7 +196,9 @@ class ModelFamily(ABC):
     def guided_velocity(
         self, latents: Tensor, sigma_N: Tensor, cond: Conditioning, negative: Conditioning | None, guidance: float
     ) -> Tensor:
-        """`velocity` with guidance; scale 1 (or no negative conditioning) costs one forward, anything else two."""
+        """`velocity` with guidance: two forwards, unless the scale is 1 or embedded, or there is no negative."""
+        if self.embeds_guidance:
+            return self.velocity(latents, sigma_N, {**cond, "guidance": torch.full_like(sigma_N, guidance)})
         v = self.velocity(latents, sigma_N, cond)
         if guidance == 1.0 or negative is None:
             return v

@@ -6,24 +6,15 @@ Latents are packed: (N, tokens, 4 C), a token being a 2x2 patch. Source of every
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-from transformers.utils import logging as transformers_logging
 
-from digen.models.base import Conditioning, ModelFamily
+from digen.models.base import Conditioning, ModelFamily, to_uint8
+from digen.models.tiny import Tiny
 
 _TEXT_LIMIT = 1024
 """Tokens that the pipeline's tokenizer keeps, whatever is asked for."""
@@ -33,6 +24,7 @@ class QwenImage(ModelFamily):
     """Qwen-Image: MMDiT with true classifier-free guidance and norm rescaling (diffusers QwenImagePipeline)."""
 
     default_path = "Qwen/Qwen-Image"
+    folders = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
     pipeline_class = QwenImagePipeline
     transformer_class = QwenImageTransformer2DModel
     lora_targets = (
@@ -40,28 +32,10 @@ class QwenImage(ModelFamily):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
 
-    def load(self, device: str, dtype: torch.dtype, *, text_encoder: bool, decoder: bool) -> None:
-        for library in (diffusers_logging, transformers_logging):
-            library.disable_progress_bar()
-        self.device = torch.device(device)
-
-        def part(cls: Any, subfolder: str) -> Any:
-            module = cls.from_pretrained(self.path, subfolder=subfolder, torch_dtype=dtype)
-            return module.to(self.device).requires_grad_(False).eval()
-
-        transformer = part(self.transformer_class, "transformer")
-        self.transformer = transformer
-        self.channels: int = transformer.config.in_channels
-        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(self.path, subfolder="scheduler")
-        vae_config = AutoencoderKLQwenImage.load_config(self.path, subfolder="vae")
-        self.downscale = 2 ** len(vae_config["temperal_downsample"])
-        self.pipeline = QwenImagePipeline(
-            scheduler=self.scheduler,
-            vae=part(AutoencoderKLQwenImage, "vae") if decoder else None,
-            text_encoder=part(Qwen2_5_VLForConditionalGeneration, "text_encoder") if text_encoder else None,
-            tokenizer=Qwen2Tokenizer.from_pretrained(self.path, subfolder="tokenizer") if text_encoder else None,
-            transformer=None,
-        )
+    @property
+    def downscale(self) -> int:
+        """Pixels per latent pixel."""
+        return int(2 ** len(self.vae_config["temperal_downsample"]))
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -70,7 +44,7 @@ class QwenImage(ModelFamily):
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        return (self.grid[0] * self.grid[1], self.channels)
+        return (self.grid[0] * self.grid[1], self.transformer_config["in_channels"])
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         return list(cast("nn.ModuleList", transformer.transformer_blocks))
@@ -79,15 +53,6 @@ class QwenImage(ModelFamily):
     def encode(self, prompt: str) -> Conditioning:
         embeds, _ = self.pipeline.encode_prompt([prompt], self.device, max_sequence_length=self.config.max_text_tokens)
         return {"embeds": embeds, "mask": torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)}
-
-    def collate(self, conditionings: Sequence[Conditioning]) -> Conditioning:
-        longest = max(c["mask"].shape[1] for c in conditionings)
-
-        def padded(c: Conditioning, name: str) -> Tensor:
-            missing = longest - c["mask"].shape[1]
-            return pad(c[name], (0, 0, 0, missing) if name == "embeds" else (0, missing))
-
-        return {name: torch.cat([padded(c, name) for c in conditionings]) for name in ("embeds", "mask")}
 
     def num_cut(self, prompts: Sequence[str]) -> int:
         start, template = self.pipeline.prompt_template_encode_start_idx, self.pipeline.prompt_template_encode
@@ -104,8 +69,7 @@ class QwenImage(ModelFamily):
             config.get("base_shift", 0.5),
             config.get("max_shift", 1.15),
         )
-        self.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return cast("Tensor", self.scheduler.sigmas).float()
+        return self.even_sigmas(num_steps, mu)
 
     def velocity(self, latents: Tensor, sigma_N: Tensor, conditioning: Conditioning) -> Tensor:
         longest = int(conditioning["mask"].sum(1).max())
@@ -139,5 +103,10 @@ class QwenImage(ModelFamily):
         mean, std = (
             unpacked.new_tensor(values).view(shape) for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        images: Tensor = vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
-        return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return to_uint8(vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0])
+
+
+class TinyQwenImage(Tiny, QwenImage):
+    """Qwen-Image in miniature with random weights, made on demand: to try things out on a CPU."""
+
+    recipe = "qwen_image"
