@@ -145,6 +145,15 @@ class TestContract:
         async with engine.open([spec()]) as groups:
             assert await groups["group"].call("length", data) == ((len(data), data),)
 
+    async def test_a_worker_that_can_be_closed_is_closed_once_when_the_engine_closes(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        said = tmp_path / "closed"
+        async with engine.open([spec(payload=str(said), worker="Closing")]) as groups:
+            await groups["group"].call("echo")
+            assert not said.exists()
+        assert said.exists()
+
     async def test_a_call_after_the_engine_was_closed_is_an_error(self, engine: Engine) -> None:
         async with engine.open([spec()]) as groups:
             pass

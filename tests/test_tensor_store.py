@@ -90,9 +90,11 @@ def test_a_key_is_written_once(store: TensorStore) -> None:
 
 def test_what_was_dropped_or_never_stored_cannot_be_read(store: TensorStore) -> None:
     ref = store.put("k", {"x": torch.tensor(1)})
+    assert store.has(ref)
     store.drop(ref)
     store.drop(ref)
     for absent in (ref, Ref("never", 0)):
+        assert not store.has(absent)
         with pytest.raises(KeyError, match=absent.key):
             store.get(absent)
     assert store.get(store.put("k", {"x": torch.tensor(2)}))["x"] == 2

@@ -29,6 +29,10 @@ class TensorStore(Protocol):
         """Read back, on the CPU, without a copy where possible. KeyError when dropped or never stored."""
         ...
 
+    def has(self, ref: Ref) -> bool:
+        """Whether it is stored and was not dropped."""
+        ...
+
     def drop(self, ref: Ref) -> None:
         """Free the memory. Dropping twice is allowed (a retried piece of work may have dropped it already)."""
         ...
@@ -46,6 +50,8 @@ class WorkerContext:
     store: TensorStore
     rendezvous: str | None = None
     """`init_method` for `torch.distributed.init_process_group` inside this group; None when world_size is 1."""
+    shared_dir: Path | None = None
+    """Folder of the run that the workers of all groups see, gone when the engine closes; None: they are threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class WorkerSpec:
 
     name: str
     target: str
-    """`module:Class` or `/absolute/path.py:Class`."""
+    """`module:Class` or `/absolute/path.py:Class`. Its `close()`, if it has one, is called when the engine closes."""
     payload: Any
     """First argument of the worker's constructor; must pickle. For digen's backends: the resolved config."""
     ranks: int = 1

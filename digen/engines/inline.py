@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from digen.engines.base import WorkerContext, WorkerGroup, WorkerSpec
 from digen.engines.placement import Place, place
-from digen.engines.rank import failure, make_worker
+from digen.engines.rank import close, failure, make_worker
 from digen.engines.store import MemoryStore
 from digen.engines.together import all_at_once
 from digen.errors import ConfigError, WorkerDied, WorkerError
@@ -82,6 +82,7 @@ class InlineWorker:
     async def end(self) -> None:
         """End the thread, after the call that may be under way."""
         self._closed = True
+        self._jobs.put(lambda: close(self._worker))
         self._jobs.put(None)
         await anyio.to_thread.run_sync(self._thread.join)
         self._worker = None

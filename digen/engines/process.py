@@ -83,7 +83,7 @@ class ProcessWorkers:
         env = environment(self._spec, here.threads)
         rendezvous = f"file://{store.folder}/rendezvous-{self.name}" if self.world_size > 1 else None
         for rank, device in enumerate(here.devices):
-            context = WorkerContext(self.name, rank, self.world_size, device, store, rendezvous)
+            context = WorkerContext(self.name, rank, self.world_size, device, store, rendezvous, store.folder)
             log = self._spec.log_dir and self._spec.log_dir / f"{self.name}-{rank}.log"
             self._ranks.append(RemoteRank(context, env, log))
 

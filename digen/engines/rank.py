@@ -82,7 +82,8 @@ def serve(driver: socket.socket) -> None:
             driver.sendall(HEADER.pack(message.number, len(body)))
             driver.sendall(body)
         except ConnectionError:  # the driver is gone
-            return
+            break
+    close(worker)
 
 
 def make_worker(target: str, payload: Any, context: WorkerContext) -> Any:
@@ -93,6 +94,12 @@ def make_worker(target: str, payload: Any, context: WorkerContext) -> Any:
 
         torch.cuda.set_device(context.device)
     return made(payload, context)
+
+
+def close(worker: Any) -> None:
+    """Let the worker end what it has begun, if it has a way to."""
+    if hasattr(worker, "close"):
+        worker.close()
 
 
 def answer(work: Callable[[], Any]) -> bytes:

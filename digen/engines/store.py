@@ -47,6 +47,10 @@ class MemoryStore:
         except KeyError:
             raise _absent(ref.key) from None
 
+    def has(self, ref: Ref) -> bool:
+        """Whether it is stored and was not dropped."""
+        return ref.key in self._held
+
     def drop(self, ref: Ref) -> None:
         """Free the memory, once nobody reads it any more."""
         self._held.pop(ref.key, None)
@@ -96,6 +100,10 @@ class SharedStore:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except FileNotFoundError:
             raise _absent(ref.key) from None
+
+    def has(self, ref: Ref) -> bool:
+        """Whether it is stored and was not dropped."""
+        return self._path(ref.key).is_file()
 
     def drop(self, ref: Ref) -> None:
         """Free the memory, once nobody reads it any more."""

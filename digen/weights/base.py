@@ -1,0 +1,179 @@
+"""How the weights of a version get from rank 0 of the trainer to every rank of every generator. Rules R4, R15.
+
+Invariant: what is pushed is copied, and after `settle` nothing that happens to the trainer's weights reaches the copy;
+whoever pulls compares a list of names, shapes and dtypes with its own tensors before the first of them is written. That
+list is the ticket: an entry of the engine's store, which the driver passes on and drops; when it is gone, what it
+stands for is freed or used for the next version.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Thread
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from digen import plugins
+from digen.config import RunConfig
+from digen.engines.base import WorkerContext
+from digen.errors import SyncError
+from digen.types import Published, Ref, Version
+from digen.weights.fingerprint import fingerprint, fingerprint_like, line_of
+from digen.weights.layout import Layout
+
+TICKET = "ticket"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What is published: which tensors, and where the transport puts them."""
+
+    layout: Layout
+    where: str
+    """The transport's own word for the place: a file, a folder, a number."""
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors that are kept in the store together with the ticket."""
+
+
+class WeightTransport(ABC):
+    """One side of the way: `push` on rank 0 of the trainer, `pull` on every rank of a generator.
+
+    A transport of your own implements `place`, `send`, `receive` and `free`. Its constructor must return at once.
+    """
+
+    sends_beside = False
+    """Whether `send` runs in a thread beside the calls, and `receive` waits for what is not there yet: so trainer and
+    generators copy at the same time, and the trainer can go on."""
+
+    def __init__(self, config: RunConfig[Any], context: WorkerContext) -> None:
+        self.config, self.context = config, context
+        self.dtype = sent_dtype(config)
+        self.pushed: dict[str, tuple[Ref, Ticket]] = {}
+        """What this side published and has not freed yet, by the key of its ticket."""
+        self.num_pushed = 0
+        self.sending: Beside | None = None
+
+    @abstractmethod
+    def place(self, layout: Layout) -> Ticket:
+        """Make room for these tensors."""
+
+    @abstractmethod
+    def send(self, ticket: Ticket, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors there."""
+
+    @abstractmethod
+    def receive(self, ticket: Ticket, into: Mapping[str, Tensor]) -> None:
+        """Copy them from there. Raises SyncError, with nothing written if that can be known before."""
+
+    @abstractmethod
+    def free(self, ticket: Ticket) -> None:
+        """Give up what a dropped ticket stands for."""
+
+    def close(self) -> None:
+        """End threads, and free what is left; no call follows."""
+        if self.sending:
+            self.sending.thread.join()
+        for _, ticket in self.pushed.values():
+            self.free(ticket)
+        self.pushed.clear()
+
+    # -------------------------------------------------------------------------------------------------------------
+
+    def push(self, version: Version, tensors: Mapping[str, Tensor]) -> Ref:
+        """Publish these whole tensors, which must not change until `settle`; what stands for them, with their bytes.
+
+        Raises DigenError or OSError when there is no room for them, SyncError when the other side is gone.
+        """
+        self.settle()
+        self.free_dropped()
+        ticket = self.place(Layout.of(version, tensors, self.dtype))
+        if self.sends_beside:
+            self.sending = Beside(partial(self.send, ticket, tensors))
+        else:
+            self.send(ticket, tensors)
+        self.num_pushed += 1
+        text = json.dumps({"where": ticket.where, "layout": ticket.layout.as_json()}).encode()
+        key = f"{self.context.group}/weights/{self.num_pushed}/{version}"
+        entry = {**ticket.carried, TICKET: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+        ref = replace(self.context.store.put(key, entry), nbytes=ticket.layout.nbytes)
+        self.pushed[key] = ref, replace(ticket, carried={})
+        return ref
+
+    def settle(self) -> None:
+        """Wait until what was pushed is copied: to be called before the weights change. Raises what `send` raised."""
+        sending, self.sending = self.sending, None
+        if sending:
+            sending.wait()
+
+    def pull(self, published: Published, into: Mapping[str, Tensor]) -> None:
+        """Copy what was published into tensors of the same names and shapes. Raises SyncError naming what is wrong."""
+        ticket = self.read(published)
+        ticket.layout.check(published.version, into, self.dtype)
+        self.receive(ticket, into)
+
+    def read(self, published: Published) -> Ticket:
+        """The ticket. Raises SyncError when it was dropped."""
+        try:
+            carried = self.context.store.get(published.weights)
+        except KeyError as error:
+            raise SyncError(f"the weights of version {published.version} are gone: {error.args[0]}") from error
+        text = json.loads(carried.pop(TICKET).numpy().tobytes())
+        return Ticket(Layout.from_json(text["layout"]), text["where"], carried)
+
+    def free_dropped(self) -> None:
+        """Free what the driver has dropped since the last time."""
+        for key, (ref, ticket) in list(self.pushed.items()):
+            if not self.context.store.has(ref):
+                del self.pushed[key]
+                self.free(ticket)
+
+
+class Beside:
+    """A piece of work in a thread of its own."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.problem: Exception | None = None
+        self.thread = Thread(target=self._run, args=(work,), name="digen-weights", daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Raises what the work raised."""
+        self.thread.join()
+        if self.problem:
+            raise self.problem
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - raised again by whoever waits
+            self.problem = error
+
+
+def sent_dtype(config: RunConfig[Any]) -> torch.dtype | None:
+    """What weights are cast to on their way (`weights.dtype`); None: they travel as they are."""
+    found: torch.dtype | None = getattr(torch, config.weights.dtype) if config.weights.dtype else None
+    return found
+
+
+def make_transport(config: RunConfig[Any], context: WorkerContext) -> WeightTransport:
+    """The transport that the config names, or the fastest where the workers are: threads, or processes of one host."""
+    name = config.weights.transport or ("inline" if context.shared_dir is None else "shared_memory")
+    return cast("type[WeightTransport]", plugins.find("transports", name))(config, context)
+
+
+def publish(transport: WeightTransport, version: Version, tensors: Mapping[str, Tensor]) -> Published:
+    """Push whole tensors, with the fingerprint of what is sent. The first ones of a run are looked at as a whole."""
+    line = line_of(version) if transport.num_pushed else None
+    return Published(version, transport.push(version, tensors), fingerprint(tensors, line, transport.dtype))
+
+
+def load(transport: WeightTransport, published: Published, into: Mapping[str, Tensor]) -> str:
+    """Pull, and take the fingerprint of what is now loaded: of what was sent, if it is that (rule R15)."""
+    transport.pull(published, into)
+    return fingerprint_like(published.fingerprint, into, transport.dtype)
