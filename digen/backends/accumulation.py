@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import Tensor
 from digen.algos.base import LossInputs, LossTerms, Transition
 from digen.backends.stacking import Stacking
 from digen.backends.worker import TorchWorker
+from digen.errors import ConfigError
 from digen.models.base import Conditioning, rows_of
 from digen.schedule.tsp import Chunk, Width, chunks
 from digen.types import ScoredRollout, Stat, Stats
@@ -42,10 +44,27 @@ class Batch:
 class AccumulatingWorker(TorchWorker):
     """A worker that can compute gradients of what was sampled, here or elsewhere."""
 
+    def _load_model(self) -> None:
+        """Raises ConfigError, with nothing loaded, when the model cannot do without stored activations."""
+        kind: Any = self.new_model().transformer_class
+        if self.config.trainer.activation_checkpointing and not kind._supports_gradient_checkpointing:  # noqa: SLF001
+            raise ConfigError(f"trainer.activation_checkpointing=true: {kind.__name__} has no such thing")
+        super()._load_model()
+
     def load_base(self) -> None:
-        """Keep a frozen copy of full weights where the loss compares with them; adapters are switched off instead."""
+        """Keep a frozen copy of full weights where the loss compares with them; adapters are switched off instead.
+
+        And say that backward passes run the live model's blocks twice, where that is set.
+        """
         needs_base = self.algorithm.loss.needs_reference and self.config.trainer.lora is None
         self.base = copy.deepcopy(self.model.transformer).requires_grad_(False) if needs_base else None
+        if self.config.trainer.activation_checkpointing:
+            self.checkpoint_activations()
+
+    def checkpoint_activations(self) -> None:
+        """Keep the inputs of the model's blocks alone: the same operations run again, so gradients are bit-equal."""
+        transformer: Any = self.model.transformer
+        transformer.enable_gradient_checkpointing()
 
     def reduce_gradients(self, now: bool) -> None:
         """Say before a backward pass whether it is the one after which gradients are summed over ranks."""
@@ -165,7 +184,8 @@ class AccumulatingWorker(TorchWorker):
             std=std,
             at=at,
             reference_mean=reference,
-            old_mean=t.get("mean"),
+            old_mean=mean.detach() if replay else t.get("mean"),
+            next_latents=t["next_latents"],
         )
         terms: LossTerms = self.algorithm.loss(inputs)
         weight = per_row(batch.weight).to(new.dtype)

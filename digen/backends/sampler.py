@@ -85,7 +85,7 @@ class Sampler:
     def conditioning(self, texts: Sequence[str], guidance: float) -> tuple[Conditioning, Conditioning | None]:
         """Conditioning of the prompts and, where guidance needs it, of the negative prompt, one row per prompt."""
         cond = self.conditions.of(texts)
-        if guidance == 1.0:
+        if guidance == 1.0 or self.model.embeds_guidance:
             return cond, None
         return cond, self.conditions.of([self.sampling.negative_prompt] * len(texts))
 
@@ -114,7 +114,7 @@ class Sampler:
                 eps = noise.draw(seed, step, identities, i, self.model.latent_shape).to(x)
                 y = torch.where(noisy_KT[:, i].to(x.device).view(at.sigma.shape), mean + std * eps, y)
             kept = trained_KT[:, i].nonzero().flatten().to(x.device)
-            if len(kept):
+            if len(kept) and not algorithm.noise.forward_process:
                 log_prob = algorithm.noise.log_prob(y[kept], mean[kept], std[kept])
                 record["steps"].append(torch.full_like(kept, i))
                 record["row"].append(kept)
@@ -124,14 +124,47 @@ class Sampler:
                     record["mean"].append(mean[kept])
             last, x = (x, v, at), y
         media = self.model.decode(clean(*last) if algorithm.decode == "clean" else x)
+        if algorithm.noise.forward_process:
+            return {**self._noised_anew(microbatch, identities, x, trained_KT, cond, negative), "media": media}
         return {**_by_row(record, len(rows)), "media": media}
 
+    def _noised_anew(
+        self,
+        microbatch: MicroBatch,
+        identities: Sequence[tuple[int, int]],
+        x0: Tensor,
+        trained_KT: Tensor,
+        cond: Conditioning,
+        negative: Conditioning | None,
+    ) -> dict[str, Tensor]:
+        """Clean samples at the trained levels, with the noise that such a step would have had (`matching`).
+
+        One pass for each trained level of a row, whichever that is: on all ranks the same number of passes.
+        """
+        algorithm, sigmas, columns = self.algorithm, self.model.sigmas(self.sampling.num_steps).to(x0.device), []
+        for index_K in trained_KT.nonzero()[:, 1].view(len(x0), -1).T.to(x0.device):
+            at = Transition.at(sigmas, index_K, x0.ndim)
+            who = zip(identities, index_K.tolist(), strict=True)
+            draws = [noise.draw(microbatch.seed, microbatch.step, [row], i, self.model.latent_shape) for row, i in who]
+            eps = torch.cat(draws).to(x0)
+            x, y = (1 - at.sigma) * x0 + at.sigma * eps, eps - x0
+            v = self.velocity(x, at.sigma.reshape(-1), cond, negative, self.sampling.guidance)
+            mean, std = algorithm.noise.mean_std(x, v, at)
+            log_prob = algorithm.noise.log_prob(y, mean, std)
+            columns.append({"latents": x, "next_latents": y, "log_probs": log_prob, "steps": index_K})
+            columns[-1] |= {"mean": mean} if "mean" in algorithm.records else {}
+        return {name: torch.stack([column[name] for column in columns], 1) for name in columns[0]}
+
     def _plan(self, seed: int, step: int, identities: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Which denoising steps inject noise and which are trained, for each row: two masks (K, T)."""
+        """Which denoising steps inject noise and which are trained, for each row: two masks (K, T).
+
+        What is trained on samples that are noised anew has none: such samples are made without.
+        """
         steps, num_steps = self.algorithm.steps, self.sampling.num_steps
         masks = torch.zeros(2, len(identities), num_steps, dtype=torch.bool)
         for row, (prompt_id, sample) in enumerate(identities):
-            masks[0, row, list(steps.noisy(seed, step, prompt_id, num_steps))] = True
+            noisy = () if self.algorithm.noise.forward_process else steps.noisy(seed, step, prompt_id, num_steps)
+            masks[0, row, list(noisy)] = True
             masks[1, row, list(steps.trained(seed, step, prompt_id, sample, num_steps))] = True
         return masks[0], masks[1]
 

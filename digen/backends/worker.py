@@ -7,7 +7,9 @@ assumed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, cast
@@ -26,12 +28,14 @@ from digen.observe.grid import sample_grid
 from digen.presets import rebuild
 from digen.rewards.base import RewardSet
 from digen.types import MicroBatch, Prompt, Published, Ref, Rollout, Scores, Shard, Version
-from digen.weights.state import fingerprint, load_trainable, read_export, trainable
+from digen.weights.base import WeightTransport, load, make_transport
+from digen.weights.state import load_trainable, read_export, trainable
 
 logger = logging.getLogger(__name__)
 
 LOADING = Lock()
 """The libraries patch torch while they load a model, which two threads of one process must not do at once."""
+NO_VERSION: Version = -1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -40,6 +44,8 @@ class TorchWorker:
 
     in_lockstep = False
     """Whether all ranks must make the same forward passes, whatever rows they have (their weights are sharded)."""
+    loads_empty = False
+    """Whether the transformer is loaded without its weights (`ModelFamily.empty`), which the worker then reads."""
 
     def __init__(self, payload: Mapping[str, Any], context: WorkerContext) -> None:
         self.config = rebuild(payload)
@@ -63,32 +69,47 @@ class TorchWorker:
         """Whether this worker is asked to generate: else it needs neither text encoder nor decoder."""
         return True
 
+    @property
+    def samples_in_lockstep(self) -> bool:
+        """The same for the passes of `generate`."""
+        return self.in_lockstep
+
     def load(self) -> None:
         with LOADING:
             self._load_model()
         self._load_rewards()
 
     def _load_model(self) -> None:
-        dtype = DTYPES[self.placement.dtype]
-        family = cast("type[ModelFamily]", plugins.find("models", self.config.model.name))
-        self.model = family(self.config.model)
-        lora = self.config.trainer.lora
-        # Full weights are kept in float32 and cast by autocast; a frozen base under adapters may be kept small.
-        stored = dtype if dtype == torch.float64 or lora else torch.float32
+        self.model = self.new_model()
+        self.model.empty = self.loads_empty
         here = self.generates_here
-        self.model.load(self.context.device, stored, text_encoder=here, decoder=here)
-        if lora:
-            add_adapters(self.model, lora.rank, lora.alpha, lora.target_modules)
-        else:
-            self.model.transformer.requires_grad_(True)
+        self.model.load(self.context.device, self.kept_dtype, text_encoder=here, decoder=here)
+        self.make_trainable(self.model)
         self.sampler = Sampler(
             self.model,
             self.algorithm,
             self.config.sampling,
-            dtype,
+            DTYPES[self.placement.dtype],
             self.placement.batch_size or -(-self.algorithm.samples_per_prompt // self.context.world_size),
             Conditions(self.model),
         )
+
+    def new_model(self) -> ModelFamily:
+        """The configured family, nothing of it loaded."""
+        return cast("type[ModelFamily]", plugins.find("models", self.config.model.name))(self.config.model)
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """Full weights are kept in float32 and cast by autocast; a frozen base under adapters may be kept small."""
+        dtype = DTYPES[self.placement.dtype]
+        return dtype if dtype == torch.float64 or self.config.trainer.lora else torch.float32
+
+    def make_trainable(self, model: ModelFamily) -> None:
+        """Of the transformer, what is trained: adapters on its frozen weights, or these."""
+        if lora := self.config.trainer.lora:
+            add_adapters(model, lora.rank, lora.alpha, lora.target_modules)
+        else:
+            model.transformer.requires_grad_(True)
 
     def _load_rewards(self) -> None:
         if self.scores_here:
@@ -105,7 +126,7 @@ class TorchWorker:
             raise RuntimeError(f"asked to generate under version {version} but the weights here are {self.version}")
         mine = rows[self.context.rank :: self.context.world_size]
         share = -(-len(rows) // self.context.world_size)
-        extra = (0,) * (share - len(mine)) if self.in_lockstep else ()  # sampled after the own rows, and left there
+        extra = (0,) * (share - len(mine)) if self.samples_in_lockstep else ()  # sampled after the own, and left there
         if not mine and not extra:
             empty = self._store("empty", {})
             return Shard((), empty, empty)
@@ -146,9 +167,20 @@ class TorchWorker:
         sample_grid(media.numpy(), captions, path, columns=min(8, microbatch.samples_per_prompt))
 
     def pull(self, published: Published) -> str:
-        load_trainable(self.model.transformer, self.context.store.get(published.weights))
+        self.version = NO_VERSION  # until all is loaded: of half of it nothing may be generated
+        loaded = load(self.transport, published, trainable(self.model.transformer))
         self.version = published.version
-        return fingerprint(trainable(self.model.transformer))
+        return loaded
+
+    @cached_property
+    def transport(self) -> WeightTransport:
+        """This worker's side of the way that new weights take."""
+        return make_transport(self.config, self.context)
+
+    def close(self) -> None:
+        """End what runs beside the calls; the engine does so when it closes."""
+        if "transport" in vars(self):
+            self.transport.close()
 
     def restore(self, path: Path) -> None:
         """Load trainable weights that a trainer's `save` wrote."""
@@ -191,10 +223,22 @@ def add_adapters(model: ModelFamily, rank: int, alpha: float, targets: Sequence[
             f"trainer.lora.target_modules: {unmatched} match no linear layer of {model.config.name}; "
             f"some that exist: {', '.join(linear[:8])}"
         )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_meta(model.transformer):
         torch.manual_seed(0)
         model.transformer.add_adapter(  # type: ignore[operator]
             LoraConfig(r=rank, lora_alpha=alpha, target_modules=patterns, init_lora_weights="gaussian")
         )
     for parameter in trainable(model.transformer).values():
         parameter.data = parameter.data.float() if parameter.dtype == torch.bfloat16 else parameter.data
+
+
+@contextmanager
+def _without_meta(module: torch.nn.Module) -> Iterator[None]:
+    """Linear layers without weights look as if they had some: peft puts adapters where a layer's weight is."""
+    layers = [m for m in module.modules() if isinstance(m, torch.nn.Linear) and m.weight.is_meta]
+    weights = [layer.weight for layer in layers]
+    for layer in layers:
+        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=layer.weight.dtype), requires_grad=False)
+    yield
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = weight

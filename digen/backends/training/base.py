@@ -7,6 +7,7 @@ only ever written to and saved. Paper section 3.4.1.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from digen.backends.training.options import Ema, learning_rate, make_optimizer, 
 from digen.backends.training.saving import SavingTrainer
 from digen.backends.worker import LOADING
 from digen.config import TrainerConfig
-from digen.types import Published, Ref, StepReport, Version
-from digen.weights.state import fingerprint, trainable
+from digen.types import MicroBatch, Published, Ref, Shard, StepReport, Version
+from digen.weights.base import publish
+from digen.weights.state import trainable
 
 
 class TorchTrainer(SavingTrainer):
@@ -62,13 +64,25 @@ class TorchTrainer(SavingTrainer):
         """The whole tensors of such parts, on rank 0 at least; called on all ranks."""
         return {name: self.full(part) for name, part in parts.items()}
 
+    def generating(self) -> AbstractContextManager[None]:
+        """What `generate` runs in: whatever must happen before and after it, on all ranks."""
+        return nullcontext()
+
     # -------------------------------------------------------------------------------------------------------------
+
+    def generate(self, microbatch: MicroBatch, version: Version, rows: tuple[int, ...]) -> Shard:
+        with self.generating():
+            return super().generate(microbatch, version, rows)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.config.trainer, list(trainable(self.model.transformer).values()))
 
     def begin_step(self) -> float:
-        """Set the learning rate of the step that is due, and return it. `config.steps` is the run's resolved number."""
+        """Set the learning rate of the step that is due, and return it. `config.steps` is the run's resolved number.
+
+        Weights change from here on: those that were published must have been copied.
+        """
+        self.transport.settle()
         rate = learning_rate(self.config.trainer, self.version, self.config.steps)
         set_learning_rate(self.optimizer, rate)
         return rate
@@ -120,4 +134,4 @@ class TorchTrainer(SavingTrainer):
         self.remember(state)
         if self.context.rank != 0:
             return None
-        return Published(version, self._store(f"weights/{version}", state), fingerprint(state))
+        return publish(self.transport, version, state)

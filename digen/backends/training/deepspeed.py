@@ -95,6 +95,7 @@ class DeepSpeedTrainer(TorchTrainer):
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,  # Its default clips at norm 1, before `optimizer_step` does.
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
