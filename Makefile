@@ -6,6 +6,10 @@ export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
 export HF_HUB_OFFLINE = 1
 
+# Two tests at a time, one thread each: halves of the list in order, so that fixtures of a file are mostly made once.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 .PHONY: demo test test-slow check install clean
 
 demo: install  ## train the bundled model for about four minutes, then compare it with the base model
@@ -14,10 +18,10 @@ demo: install  ## train the bundled model for about four minutes, then compare i
 	$(BIN)/digen eval runs/demo
 
 test: install  ## the default test suite
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow: install  ## longer tests: learning, equality of all schedules, every command of the README
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 check: install  ## style, types, layers
 	$(BIN)/ruff check

@@ -108,7 +108,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train a model with reinforcement learning."""
-    flags = {
+    flags: dict[str, Any] = {
         "generator.backend": generator,
         "trainer.backend": trainer,
         "engine.name": engine,

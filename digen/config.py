@@ -6,11 +6,13 @@ that what passes validation can be started. Precedence: default < preset < file 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+
+from digen.conflicts import trainer_conflicts, weights_conflicts
 
 
 class Section(BaseModel):
@@ -37,13 +39,19 @@ class ModelConfig(Section):
     name: str = "glyph"
     """Model plugin (`digen list`), e.g. `glyph`, `qwen-image`."""
     path: str | None = None
-    """Folder in diffusers format; None: the plugin's own (bundled files or hub id)."""
+    """Folder in diffusers format, or hub id; None: the plugin's own (bundled files or hub id)."""
     height: Count = 32
     """Pixels."""
     width: Count = 32
     """Pixels."""
+    num_frames: Count = 1
+    """Frames of a sample, for models of video: a multiple of the decoder's step (4) and one."""
     max_text_tokens: Count = 512
     """Longer prompts are cut by the text encoder, with one warning that says how many."""
+    shift: Positive | None = None
+    """Noise levels s become shift s / (1 + (shift - 1) s) at every size; None: as the model's own scheduler shifts."""
+    vae_tiling: bool = False
+    """Decode tile by tile: less memory, and seams blended, so slightly other pixels."""
 
 
 class SamplingConfig(Section):
@@ -129,8 +137,19 @@ class TrainerConfig(GroupConfig):
     """Trainer plugin (`digen list`)."""
     zero_stage: Literal[1, 2, 3] | None = None
     """What DeepSpeed divides over ranks: 1 optimizer state, 2 gradients too, 3 parameters too; None: 2."""
+    shard_ranks: Count | None = None
+    """`fsdp`: parameters are divided over so many ranks, of which all others hold copies (hybrid); None: over all."""
     cpu_offload: bool = False
-    """Keep optimizer state, and with ZeRO 3 parameters, in host memory (`deepspeed` only)."""
+    """Keep what a rank has of optimizer state, and with `fsdp` and ZeRO 3 of parameters, in host memory."""
+    gather_dtype: Literal["bfloat16"] | None = None
+    """`fsdp`: gather and use parameters in bfloat16, of which each rank keeps its part in float32; None: as kept."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the model's blocks, and run these once more in the backward pass."""
+    sync_gradients: Literal["step", "pass"] = "step"
+    """`fsdp`: sum gradients over ranks once a step (each rank holds whole ones until then), or in every pass."""
+    generate_with: Literal["sharded", "gathered", "copy"] = "sharded"
+    """`fsdp`: a generating trainer gathers each block when it runs it, all of them once a call, or keeps a whole copy
+    in host memory."""
     lora: LoraConfig | None = None
     """None: full weights."""
     learning_rate: Positive = 3e-4
@@ -228,6 +247,19 @@ class EngineConfig(Section):
     """Where workers run: `inline` (threads of this process), `process` (one OS process per rank)."""
 
 
+class WeightsConfig(Section):
+    """How new weights travel from the trainer to the generators."""
+
+    transport: str | None = None
+    """Transport plugin (`digen list`); None: `inline` where workers are threads, `shared_memory` where processes."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """What full weights are cast to on their way; None: they travel as they are trained. Adapters always do."""
+    dir: Path | None = None
+    """`safetensors`: a folder that all workers see; each run uses one of its own in there. None: the run's folder."""
+    timeout_s: Positive = 300.0
+    """Longest wait for the other side (`safetensors`, `collective`), after which the run ends."""
+
+
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Save what `digen run --resume` needs every so many steps (a multiple of `updates_per_rollout`); 0: at the end."""
@@ -264,6 +296,7 @@ class RunConfig(Section, Generic[A]):
     """Reward plugin (or `path.py:name`) -> weight and options."""
     scoring: ScoringConfig = ScoringConfig()
     engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     steps: Count | None = None
@@ -313,32 +346,12 @@ def impossible(config: RunConfig[Any]) -> list[str]:
             "only between rollouts do generators and trainer have the same weights"
         )
     wrong += _impossible_assist(config.schedule)
-    if config.trainer.backend == "local" and config.trainer.ranks > 1:
-        wrong.append(f"trainer.backend=local has one rank, got trainer.ranks={config.trainer.ranks}; use fsdp")
-    wrong += [*_deepspeed_only(config.trainer), *_not_with_deepspeed(config)]
+    wrong += [*trainer_conflicts(config), *weights_conflicts(config)]
     if config.trainer.optimizer == "adamw-8bit" and config.trainer.dtype == "float64":
         wrong.append("trainer.optimizer=adamw-8bit needs trainer.dtype=float32 or bfloat16, got float64")
     if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
         wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
     return wrong
-
-
-def _deepspeed_only(trainer: TrainerConfig) -> Iterator[str]:
-    """Keys that digen's other trainers do not read (a trainer of somebody else may)."""
-    if trainer.backend in ("local", "fsdp"):
-        if trainer.zero_stage is not None:
-            yield f"trainer.zero_stage={trainer.zero_stage} needs trainer.backend=deepspeed, got {trainer.backend}"
-        if trainer.cpu_offload:
-            yield f"trainer.cpu_offload=true needs trainer.backend=deepspeed, got {trainer.backend}"
-
-
-def _not_with_deepspeed(config: RunConfig[Any]) -> Iterator[str]:
-    if config.trainer.backend != "deepspeed":
-        return
-    if config.trainer.dtype == "float64":
-        yield "trainer.dtype=float64 is not possible with trainer.backend=deepspeed: its optimizer is float32"
-    if config.trainer.optimizer == "adamw-8bit":
-        yield "trainer.optimizer=adamw-8bit needs trainer.backend=local or fsdp, got deepspeed; allowed: adamw, sgd"
 
 
 def _impossible_assist(schedule: ScheduleConfig) -> list[str]:

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple, get_args
 
 from digen.errors import PluginError, one_of
 
-Kind = Literal["algorithms", "models", "generators", "trainers", "rewards", "engines", "policies"]
+Kind = Literal["algorithms", "models", "generators", "trainers", "rewards", "engines", "transports", "policies"]
 """The part of an entry point group's name after `digen.`."""
 _IMPORTING = RLock()
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -105,6 +105,15 @@ def folder(kind: Kind, name: str) -> Path:
     path = Path(location) if location.endswith(".py") else _source(location)
     assert path is not None, "target() has read it"
     return path.parent
+
+
+def attribute(kind: Kind, name: str, key: str) -> object | None:
+    """A plugin class's attribute, its own or inherited, where that is written as a literal; else None.
+
+    Imports nothing. Raises PluginError when there is no such plugin.
+    """
+    location, _, found = target(kind, name).rpartition(":")
+    return _attribute(location, found, key)
 
 
 def available(kind: Kind) -> list[Plugin]:
@@ -186,10 +195,10 @@ def _parse(location: str, what: str) -> ast.Module:
     if path is None or not path.is_file():
         noun = "file" if location.endswith(".py") else "module"
         raise PluginError(f"{what}: {noun} {location} does not exist")
-    if path.suffix != ".py":
-        return ast.parse("from compiled import *")
+    source = path.read_bytes() if path.suffix == ".py" else b"from compiled import *"
     try:
-        return ast.parse(path.read_bytes(), str(path))
+        with _IMPORTING:  # Python 3.11 raises SystemError where two threads make syntax trees at once
+            return ast.parse(source, str(path))
     except SyntaxError as error:
         raise PluginError(f"{what}: {path}:{error.lineno}: {error.msg}") from error
 
@@ -217,6 +226,41 @@ def _check_attribute(tree: ast.Module, location: str, attribute: str, kind: str)
     if attribute.partition(".")[0] not in names and not {"*", "__getattr__"} & names.keys():
         defined = [n for n, node in names.items() if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         raise PluginError(one_of(f"{kind} in {location}", attribute, [n for n in defined if not n.startswith("_")]))
+
+
+def _lineage(location: str, name: str) -> list[tuple[str, ast.ClassDef]]:
+    """A class and all its bases, depth first; where a class comes twice the last place counts, as in Python's order."""
+    try:
+        node = dict(_top_level(_parse(location, name))).get(name)
+    except PluginError:  # a base class of another package, say, that is no source file
+        return []
+    if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        return _lineage(node.module, next(n.name for n in node.names if name in (n.name, n.asname)))
+    if not isinstance(node, ast.ClassDef):
+        return []
+    return [(location, node)] + [
+        found for base in node.bases if isinstance(base, ast.Name) for found in _lineage(location, base.id)
+    ]
+
+
+def _attribute(location: str, name: str, key: str) -> object | None:
+    ordered = {(where, node.name): node for where, node in reversed(_lineage(location, name))}
+    for node in reversed(ordered.values()):
+        for statement in node.body:
+            match statement:
+                case (
+                    ast.Assign(targets=[ast.Name(id=found)])
+                    | ast.AnnAssign(target=ast.Name(id=found), value=ast.expr())
+                ) if found == key:
+                    return _literal(statement.value)
+    return None
+
+
+def _literal(node: ast.expr | None) -> object | None:
+    try:
+        return ast.literal_eval(node) if node else None
+    except ValueError:
+        return None
 
 
 def _summary(found: EntryPoint) -> str:

@@ -49,6 +49,7 @@ NAMES: Mapping[Keys, plugins.Kind] = {
     ("generator", "backend"): "generators",
     ("trainer", "backend"): "trainers",
     ("engine", "name"): "engines",
+    ("weights", "transport"): "transports",
 }
 """Keys that hold the name of a plugin."""
 BUNDLED = {"prompts": "train.txt", "heldout": "heldout.txt"}
@@ -87,9 +88,10 @@ def for_model(model: str) -> RunConfig[Any]:
     """
     plugins.target("models", model)
     kind = _run_type(FALLBACK)
-    named = [Setting(MODEL, model, "command line"), Setting(("steps",), 1, "command line")]
-    settings = [*_defaults(kind), *_preset(FALLBACK, [named]), *named]
-    return kind.model_validate(merge({}, settings, schema.open_keys(schema.keys(kind))))
+    named, some = [Setting(MODEL, model, "command line")], [Setting(("steps",), 1, "default")]
+    known = schema.keys(kind)
+    layers = without_other_types([_defaults(kind), some, _preset(FALLBACK, [named]), named], schema.type_keys(known))
+    return kind.model_validate(merge({}, [s for layer in layers for s in layer], schema.open_keys(known)))
 
 
 def load(
@@ -147,8 +149,10 @@ def derived(config: RunConfig[Any]) -> dict[str, int]:
     algorithm, per_step, prompts = config.algorithm, config.data.prompts_per_step, num_prompts(config)
     trained = algorithm.steps.num_trained(config.sampling.num_steps)
     samples, kept = per_step * algorithm.samples_per_prompt, per_step * algorithm.kept_per_prompt()
-    guided = 2 if config.sampling.guidance > 1 else 1
+    embedded = plugins.attribute("models", config.model.name, "embeds_guidance")
+    guided = 2 if config.sampling.guidance > 1 and not embedded else 1
     passes = 1 + algorithm.loss.needs_reference
+    renoised = trained if algorithm.noise.forward_process else 0
     steps_per_epoch = prompts // per_step
     limits = [config.steps, config.epochs and config.epochs * steps_per_epoch]
     steps, per_rollout = min(limit for limit in limits if limit is not None), config.trainer.updates_per_rollout
@@ -160,7 +164,7 @@ def derived(config: RunConfig[Any]) -> dict[str, int]:
         "microbatches_per_step": ceil(per_step / config.schedule.prompts_per_microbatch),
         "denoising_steps": config.sampling.num_steps,
         "trained_timesteps_per_sample": trained,
-        "rollout_forwards_per_step": samples * config.sampling.num_steps * guided,
+        "rollout_forwards_per_step": samples * (config.sampling.num_steps + renoised) * guided,
         "update_forwards_per_step": kept * trained * guided * passes,
         "optimizer_steps_per_step": 1,
         "steps_per_rollout": per_rollout,

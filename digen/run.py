@@ -30,6 +30,7 @@ from digen.observe.files import RunFolder, write_atomic
 from digen.observe.live import RunInfo
 from digen.observe.many import open_observer
 from digen.observe.summary import Summary, print_summary, summarise_folder
+from digen.preflight import check_weights
 from digen.presets import dump, payload, prompt_file
 from digen.rewards.base import RewardSet
 from digen.rewards.total import total
@@ -70,6 +71,7 @@ def run(
     )
     num_steps = prompts.num_steps(config.steps, config.epochs, config.trainer.updates_per_rollout)
     RewardSet(config.reward, config.scoring.timeout_s).check()
+    check_weights(config.model)
     if resume is None:
         weights_from(config)
         folder = RunFolder.create(config.run_dir, config.algorithm.name, config.model.name)
@@ -100,7 +102,8 @@ class Job:
 def _train(job: Job, console: Console) -> None:
     config, folder = job.config, job.folder
     info = RunInfo(config.algorithm.name, config.model.name, config.seed, folder.path, job.num_steps)
-    observer = open_observer(info, folder, console, tensorboard=config.observe.tensorboard)
+    first, tensorboard = job.past.version, config.observe.tensorboard
+    observer = open_observer(info, folder, console, tensorboard=tensorboard, first_step=first)
     for note in (*doubts(config), *job.past.notes):
         observer.on_note(note)
     try:
@@ -112,8 +115,7 @@ def _train(job: Job, console: Console) -> None:
 async def _run(job: Job, observer: Observer) -> None:
     config, past = job.config, job.past
     engine = make_engine(config)
-    known = config.model_copy(update={"steps": job.num_steps})  # workers need it for the learning rate
-    async with engine.open(specs(known, job.folder.logs)) as groups:
+    async with engine.open(specs(_as_workers_see_it(job), job.folder.logs)) as groups:
         generators, trainer = [group for name, group in groups.items() if name != TRAINER], groups[TRAINER]
         clock = Clock(past.elapsed_s) if past.checkpoint or past.elapsed_s else None
         await load(groups, observer, clock)
@@ -137,6 +139,14 @@ async def _run(job: Job, observer: Observer) -> None:
         except DivergedError:
             await driver.saves.finish(trainer)  # what was being written is sound
             raise
+
+
+def _as_workers_see_it(job: Job) -> RunConfig[Any]:
+    """With what is known only now: the number of steps, for the learning rate; a folder for weights on their way."""
+    config, folder = job.config, job.folder.path.absolute()
+    place = config.weights.dir.absolute() / folder.name if config.weights.dir else folder / "weights"
+    weights = config.weights.model_copy(update={"dir": place})
+    return config.model_copy(update={"steps": job.num_steps, "weights": weights})
 
 
 async def _begin(

@@ -17,15 +17,13 @@ from pydantic import ValidationError
 from digen import presets
 from digen.config import RunConfig
 from digen.errors import ConfigError, one_of
-from digen.observe.files import RunFolder
+from digen.observe.files import ABOUT, RunFolder
 from digen.types import Version
 
 Kind = Literal["live", "ema"]
 """live: what the last step left; ema: the average over steps (`trainer.ema`)."""
 WEIGHTS: Final = "weights.safetensors"
 EMA: Final = "ema.safetensors"
-ABOUT: Final = "digen.json"
-"""In an exported folder: what it holds, and the config of its run."""
 
 
 @dataclass(frozen=True, slots=True)

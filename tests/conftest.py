@@ -1,7 +1,8 @@
 """Shared fixtures: real workers of the bundled model in this process, small enough for every test."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -76,3 +77,13 @@ def make_scored() -> Callable[..., ScoredRollout]:
         return credit.credit(rollout, rewards, config.algorithm)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Any]:
+    """The engine `warm.py:WarmEngine`, for tests that use it, by its name too: its processes end with the session."""
+    from digen import plugins
+
+    engine: Any = plugins.load(f"{Path(__file__).parent}/warm.py:WarmEngine")
+    yield engine
+    engine.close()

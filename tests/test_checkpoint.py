@@ -73,7 +73,7 @@ def test_pieces_of_any_cut_are_read_back_whole_and_in_any_other_cut(tmp_path: Pa
         Pieces(tmp_path.glob("*.safetensors")).whole("w")
 
 
-def test_the_writer_refuses_a_tensor_without_elements_and_copies_what_it_is_given() -> None:
+def test_p44_the_writer_refuses_a_tensor_without_elements_and_copies_what_it_is_given() -> None:
     with pytest.raises(ValueError, match="no elements"):
         piece(torch.empty(0, 3), 0)
     tensor = WHOLE.clone()

@@ -31,21 +31,22 @@ QUICK = {
     "micro-batches of 2": ["schedule.mode=pipelined", "schedule.prompts_per_microbatch=2"],
     "micro-batches of 4": ["schedule.prompts_per_microbatch=4"],
 }
+WARM = f"engine.name={HERE}/warm.py:WarmEngine"
 PROCESSES = {
     "processes": ["engine.name=process", "schedule.mode=pipelined"],
     "two replicas and an assisting trainer": [
-        "engine.name=process",
+        WARM,
         "schedule.mode=pipelined",
         "generator.replicas=2",
         "schedule.tag=static(1)",
     ],
-    "fsdp on one rank": ["engine.name=process", f"trainer.backend={HERE}/recording.py:RecordedFsdp"],
+    "fsdp on one rank": [WARM, f"trainer.backend={HERE}/recording.py:RecordedFsdp"],
     "fsdp on two ranks": [
-        "engine.name=process",
+        WARM,
         f"trainer.backend={HERE}/recording.py:RecordedFsdp",
         "trainer.ranks=2",
     ],
-    "a generator of two ranks": ["engine.name=process", "generator.ranks=2", "generator.batch_size=1"],
+    "a generator of two ranks": [WARM, "generator.ranks=2", "generator.batch_size=1"],
 }
 
 
@@ -151,7 +152,7 @@ def test_sides_that_take_over_each_others_work_piece_by_piece_learn_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [[], ["trainer.lora={rank: 4}"]], ids=["full weights", "adapters"])
 def test_pieces_on_a_sharded_trainer_and_a_generator_of_two_ranks_learn_the_same(
-    lora: list[str], halves: None, tmp_path: Path
+    lora: list[str], halves: None, tmp_path: Path, warm: None
 ) -> None:
     rows = ["trainer.batch_size=1", "generator.batch_size=1", *lora]
     ranks = [*PROCESSES["fsdp on two ranks"], "generator.ranks=2"]
@@ -170,7 +171,7 @@ def test_the_measured_costs_alone_make_idle_sides_share_and_nothing_else_changes
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESSES)
 def test_across_processes_every_placement_learns_the_same(
-    name: str, reference: Path, reference_of_single_rows: Path, tmp_path: Path
+    name: str, reference: Path, reference_of_single_rows: Path, tmp_path: Path, warm: None
 ) -> None:
     overrides = PROCESSES[name]
     two_ranks = any("ranks=2" in text for text in overrides)
@@ -180,7 +181,7 @@ def test_across_processes_every_placement_learns_the_same(
 
 
 @pytest.mark.slow
-def test_adapters_learn_the_same_on_two_sharded_ranks_and_see_the_same_kl(tmp_path: Path) -> None:
+def test_adapters_learn_the_same_on_two_sharded_ranks_and_see_the_same_kl(tmp_path: Path, warm: None) -> None:
     adapters = ["trainer.lora={rank: 4}", "trainer.batch_size=1"]
     sharded = [*PROCESSES["fsdp on two ranks"], "schedule.mode=pipelined"]
     assert_same(train(tmp_path / "sharded", *adapters, *sharded), train(tmp_path / "local", *adapters))
@@ -196,7 +197,7 @@ def test_adapters_learn_the_same_on_two_sharded_ranks_and_see_the_same_kl(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [["schedule.mode=pipelined", "schedule.tag=static(1)"], ["schedule.mode=colocated"]])
 def test_a_sharded_trainer_generates_the_same_also_when_ranks_have_unequal_shares(
-    more: list[str], tmp_path: Path
+    more: list[str], tmp_path: Path, warm: None
 ) -> None:
     """Nine samples on two ranks, in passes of two: five and four samples would be three passes and two."""
     odd = ["algorithm.samples_per_prompt=3", "data.prompts_per_step=6", "schedule.prompts_per_microbatch=3"]

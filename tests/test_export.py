@@ -137,6 +137,33 @@ def test_p37_a_process_that_knows_diffusers_alone_draws_what_digen_draws(
     assert (latents - untrained).abs().max() > 1e-2
 
 
+def test_p37_adapters_count_alpha_over_rank_here_and_in_the_export(
+    runs: dict[str, Path], exports: dict[str, Path]
+) -> None:
+    """Rank 4 and alpha 16: W + (16 / 4) B A, in digen's own model and as peft merges what was exported."""
+    from diffusers import QwenImagePipeline
+
+    trained = find(runs["lora"], "live")
+    model = worker(DiffusersGenerator, trained.config)
+    model.load_weights(trained.path)
+    pipe = QwenImagePipeline.from_pretrained(plugins.folder("models", "glyph"))
+    base = {name: w.clone() for name, w in pipe.transformer.state_dict().items()}
+    pipe.load_lora_weights(exports["lora-live"])
+    pipe.fuse_lora()
+    saved, layers = load_file(trained.path), model.model.transformer.named_modules()
+    adapted = {name: layer for name, layer in layers if hasattr(layer, "lora_A")}
+    assert len(saved) == 2 * len(adapted) > 0
+    for name, layer in adapted.items():
+        a, b = (saved[f"{name}.lora_{side}.default.weight"].double() for side in "AB")
+        merged = base[f"{name}.weight"].double() + 16 / 4 * (b @ a)
+        assert (merged - base[f"{name}.weight"].double()).abs().max() > 1e-4
+        x = torch.eye(merged.shape[1])
+        out = layer(x) - (0 if layer.base_layer.bias is None else layer.base_layer.bias)
+        torch.testing.assert_close(out.T.double(), merged, rtol=0, atol=1e-6)
+        fused = pipe.transformer.get_submodule(name).base_layer.weight
+        torch.testing.assert_close(fused.double(), merged, rtol=0, atol=1e-6)
+
+
 def test_p82_live_and_averaged_weights_differ_and_are_labelled(
     exports: dict[str, Path], elsewhere: dict[str, torch.Tensor]
 ) -> None:

@@ -11,13 +11,13 @@ SHAPE = (16, 4)
 IDENTITIES = [(prompt, sample) for prompt in (0, 1, 7) for sample in range(4)]
 
 
-def test_a_samples_noise_does_not_depend_on_its_batch() -> None:
+def test_p42_a_samples_noise_does_not_depend_on_its_batch() -> None:
     together = draw(5, 2, IDENTITIES, 3, SHAPE)
     alone = torch.cat([draw(5, 2, [identity], 3, SHAPE) for identity in reversed(IDENTITIES)]).flip(0)
     assert torch.equal(together, alone)
 
 
-def test_another_process_draws_the_same_bits() -> None:
+def test_p42_another_process_draws_the_same_bits() -> None:
     code = "from digen.backends.noise import draw; print(draw(5, 2, [(7, 3)], 1, (16, 4)).numpy().tobytes().hex())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert bytes.fromhex(out) == draw(5, 2, [(7, 3)], 1, SHAPE).numpy().tobytes()

@@ -38,6 +38,17 @@ def test_a_step_is_in_the_file_before_the_run_ends(tmp_path: Path) -> None:
     sink.close()
 
 
+def test_the_steps_that_a_run_does_again_after_going_on_are_shown_once_as_they_were_done_last(tmp_path: Path) -> None:
+    """Three parts of one run: from the beginning, from step 2, and, killed before its first step, from step 1."""
+    for part, (first, last) in enumerate(((0, 4), (2, 6), (1, 1), (1, 3))):
+        sink = TensorBoardObserver(tmp_path, clock=lambda part=part: 1_700_000_000.0 + 60 * part, first_step=first)
+        for step in range(first, last):
+            sink.on_step({"step": step, "reward/mean": 10.0 * part + step})
+        sink.close()
+        wanted = {0: [0, 1, 2, 3], 1: [0, 1, 12, 13, 14, 15], 2: [0], 3: [0, 31, 32]}[part]
+        assert read_back(tmp_path) == {"reward/mean": list(enumerate(map(float, wanted)))}
+
+
 def test_values_beyond_float32_and_not_finite_ones_are_kept_as_such(tmp_path: Path) -> None:
     sink = TensorBoardObserver(tmp_path)
     sink.on_step({"step": 5, "huge": 1e300, "low": -1e300, "bad": math.nan})

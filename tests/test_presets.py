@@ -435,8 +435,10 @@ def test_any_micro_batch_size_works_with_any_number_of_workers(per_microbatch: i
     assert derived(config)["samples_per_step"] == 60
 
 
-def test_a_model_without_prompts_of_its_own_asks_for_a_file() -> None:
-    assert "data.prompts: must be set, model 'qwen-image'" in problems("steps=1", model="qwen-image")
+def test_a_model_without_prompts_of_its_own_asks_for_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    pass\n")
+    assert f"data.prompts: must be set, model '{path}:Mine'" in problems("steps=1", model=f"{path}:Mine")
 
 
 def test_presets_are_found_beside_the_package_or_inside_it() -> None:

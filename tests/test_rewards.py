@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -171,13 +172,22 @@ def test_after_a_stuck_call_ends_the_reward_answers_again(write: Write) -> None:
     assert values == (7.0,) * 4
 
 
-def test_calls_that_wait_behind_a_stuck_one_do_not_pile_up(write: Write) -> None:
-    before = threading.active_count()
-    rewards = loaded(write("time.sleep(1.5); return [7.0] * 4"), timeout_s=0.05)
+def test_calls_that_wait_behind_a_stuck_one_do_not_pile_up(write: Write, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)  # whoever opens it to read waits until somebody writes
+    name = write(f"open({str(gate)!r}).close(); return [7.0] * 4")
+    rewards = loaded(name, timeout_s=0.05)
     for _ in range(5):
         assert math.isnan(scores(rewards)[0])
-    time.sleep(0.2)
-    assert threading.active_count() == before + 1
+
+    def waiting() -> int:
+        return sum(thread.name == f"reward-{name}" for thread in threading.enumerate())
+
+    limit = time.monotonic() + 10
+    while waiting() > 1 and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert waiting() == 1
+    gate.write_text("")
 
 
 def test_a_stuck_reward_does_not_keep_the_process_from_exiting(write: Write) -> None:

@@ -2,6 +2,9 @@
 
 import io
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from digen import presets
+from digen.cli import app
 from digen.errors import ConfigError, DivergedError
 from digen.evaluate import evaluate, sample
 from digen.observe.files import read_rows, read_spans
@@ -219,3 +224,38 @@ def test_the_metrics_tell_an_on_policy_run_whose_ratio_is_one_from_one_with_stal
     assert all(row["ratio/max_error"] <= 1e-6 for row in stale)  # of the samples that are on-policy
     assert all(row["ratio/high"] - row["ratio/low"] > 1e-5 for row in behind)
     assert max(row["clip_fraction/mean"] for row in behind) > 0
+
+
+def test_p47_a_whole_run_of_the_bundled_model_asks_nobody_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: socket.socket, address: object, *_: object) -> None:
+        assert self.family == socket.AF_UNIX, f"asked {address}"
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: pytest.fail(f"looked for {host}"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    start(tmp_path / "run", "steps=1")
+    evaluate(tmp_path / "run", console=Console(quiet=True))
+
+
+def test_p47_a_wrong_folder_and_a_missing_package_are_said_at_once_and_end_with_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import sys, time; begin = time.process_time()\n"
+        "from digen.cli import app\n"
+        "try: app(sys.argv[1:])\n"
+        "except SystemExit as end: print(end.code, time.process_time() - begin < 2, 'torch' in sys.modules)"
+    )
+    words = ["run", "flowgrpo", "--model", "qwen-image", "model.path=./no_such_dir", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "True", "False"]
+    assert "no_such_dir does not exist" in done.stderr
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("digen.plugins.find_spec", lambda _: None)
+    missing = CliRunner().invoke(app, ["run", "flowgrpo", "--trainer", "deepspeed", "--run-dir", str(tmp_path / "run")])
+    assert missing.exit_code == 2
+    assert "pip install 'digen[deepspeed]'" in missing.stderr

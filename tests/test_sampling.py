@@ -104,7 +104,7 @@ def test_the_recorded_log_prob_is_that_of_a_normal_distribution_in_float64(
             assert float(tensors["log_probs"][k, i]) == pytest.approx(float(expected), abs=2e-5)
 
 
-def test_a_sample_is_the_same_in_whatever_micro_batch_and_shard_it_is_made(
+def test_p42_a_sample_is_the_same_in_whatever_micro_batch_and_shard_it_is_made(
     make_config: Any, make_worker: Any, make_microbatch: Any
 ) -> None:
     config = make_config()
@@ -120,6 +120,24 @@ def test_a_sample_is_the_same_in_whatever_micro_batch_and_shard_it_is_made(
     rows = whole.rows(1, 2)  # the second of two ranks
     shard, _ = generator.sampler.rollout(whole, rows)
     torch.testing.assert_close(shard["next_latents"], tensors["next_latents"][list(rows)], rtol=0, atol=1e-5)
+
+
+def test_p40_guidance_counts_and_each_sample_has_the_text_of_its_own_prompt_in_every_batch(
+    make_config: Any, make_worker: Any
+) -> None:
+    """Two prompts of unlike lengths, two samples of each; this model's text masks are all ones."""
+    texts, ids = [text for text in TEXTS for _ in range(2)], [0, 1, 2, 3]
+    found = {}
+    for guidance in (1.0, 4.0):
+        config = make_config(f"sampling.eval_guidance={guidance}", "sampling.eval_num_steps=4")
+        generator = make_worker(DiffusersGenerator, config)
+        lengths = {len(generator.model.encode(text)["embeds"][0]) for text in TEXTS}
+        assert len(lengths) == 2
+        together, _ = generator.sampler.evaluate(texts, ids, seed=4)
+        alone = [generator.sampler.evaluate([text], [k], seed=4)[0] for text, k in zip(texts, ids, strict=True)]
+        torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+        found[guidance] = together
+    assert (found[4.0] - found[1.0]).abs().max() > 1e-2
 
 
 def test_a_shared_initial_noise_leaves_the_step_noise_different(

@@ -205,7 +205,7 @@ def test_dropped_groups_change_no_other_gradient(pair: Any, make_microbatch: Any
 
 
 @pytest.mark.parametrize("lora", ["null", "{rank: 4}"])
-def test_pushed_weights_arrive_bit_equal_and_change_the_samples(
+def test_p35_pushed_weights_arrive_bit_equal_and_change_the_samples(
     lora: str, pair: Any, make_microbatch: Any, make_scored: Any
 ) -> None:
     config, generator, trainer = pair(f"trainer.lora={lora}", "trainer.learning_rate=1e-2")
@@ -236,9 +236,24 @@ def test_the_replayed_old_log_prob_is_exactly_the_new_one_while_the_weights_are_
     assert stats["log_prob_gap"].high > 0
 
 
-def test_adapter_targets_that_match_nothing_are_named(make_config: Any, make_worker: Any) -> None:
+def test_p34_adapter_targets_that_match_nothing_are_named_with_some_that_there_are(
+    make_config: Any, make_worker: Any
+) -> None:
     from digen.errors import ConfigError
 
     config = make_config("trainer.lora={rank: 4, target_modules: [attn.to_z]}")
     with pytest.raises(ConfigError, match=r"attn\.to_z.*to_q"):
         make_worker(LocalTrainer, config)
+
+
+def test_p34_new_weights_that_match_no_parameter_are_refused_and_the_old_ones_stay(pair: Any) -> None:
+    from digen.errors import SyncError
+
+    _, generator, trainer = pair("trainer.lora={rank: 4}")
+    published, before = trainer.push(0), weights(generator)
+    others = {f"unet.{name}": torch.zeros_like(w) for name, w in before.items()}
+    for tensors in (others, {}):
+        wrong = replace(published, weights=trainer.transport.push(0, tensors))
+        with pytest.raises(SyncError, match=f"{len(before)} missing .*lora_A.* {len(tensors)} extra"):
+            generator.pull(wrong)
+    assert all(torch.equal(before[n], w) for n, w in weights(generator).items())

@@ -257,9 +257,20 @@ def test_an_average_of_sharded_weights_is_that_of_whole_ones(
     assert max(float((whole[n] - sharded[n]).abs().max()) for n in whole) <= 1e-7
 
 
+def test_p43_without_a_gpu_ranks_talk_over_gloo_even_where_nccl_was_compiled_in(
+    make_config: Any, make_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    make_worker(FsdpTrainer, make_config())
+    assert torch.distributed.get_backend() == "gloo"
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["fsdp", "deepspeed"])
-def test_sharded_trainers_have_the_same_rates_and_the_same_average(trainer: str, tmp_path: Path) -> None:
+def test_p43_two_ranks_without_a_gpu_have_the_same_rates_and_the_same_average_as_one_process(
+    trainer: str, tmp_path: Path, warm: None
+) -> None:
     if trainer == "deepspeed":
         pytest.importorskip("deepspeed", reason="extra deepspeed is not installed")
     options = [
@@ -272,7 +283,7 @@ def test_sharded_trainers_have_the_same_rates_and_the_same_average(trainer: str,
         "generator.batch_size=1",
         "trainer.tsp=auto",
     ]
-    more = ["engine.name=process", f"trainer.backend={trainer}", "trainer.ranks=2"]
+    more = [f"engine.name={Path(__file__).parent}/warm.py:WarmEngine", f"trainer.backend={trainer}", "trainer.ranks=2"]
     more += ["trainer.zero_stage=3"] if trainer == "deepspeed" else []
     folders = start(tmp_path / "local", *options), start(tmp_path / "sharded", *options, *more)
     rows = [[row["learning_rate"] for row in read_rows(f / "metrics.jsonl")] for f in folders]

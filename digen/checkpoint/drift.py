@@ -21,7 +21,9 @@ FREE: Final = frozenset(
         *("data.heldout", "sampling.eval_num_steps", "sampling.eval_guidance", "scoring.timeout_s"),
         *(f"{group}.{key}" for group in ("generator", "trainer") for key in ("ranks", "devices", "threads", "env")),
         *("generator.replicas", "generator.batch_size", "trainer.batch_size", "trainer.tsp", "trainer.backend"),
-        *("trainer.zero_stage", "trainer.cpu_offload", "trainer.max_bad_steps"),
+        *("weights.transport", "weights.dir", "weights.timeout_s"),
+        *("trainer.zero_stage", "trainer.cpu_offload", "trainer.max_bad_steps", "trainer.shard_ranks"),
+        *("trainer.activation_checkpointing", "trainer.sync_gradients", "trainer.generate_with"),
         *("trainer.log_prob_gap", "trainer.on_log_prob_gap"),
     }
 )

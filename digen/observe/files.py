@@ -18,12 +18,14 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from digen.errors import ConfigError, DataError
 from digen.observe.base import StepRow
 from digen.types import Decision, Span
 
+ABOUT: Final = "digen.json"
+"""In an exported folder: what it holds, and the config of its run."""
 Warn = Callable[[str], None]
 """Where a sink says that it could not write; usually the terminal's `on_note`."""
 
@@ -132,6 +134,9 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """The folder of an earlier run. Raises ConfigError when `path` is none."""
         folder = cls(path)
+        if not folder.is_run and (path / ABOUT).is_file():
+            what = "an export has weights alone; --init-from RUN begins a new run from those of the run that it is of"
+            raise ConfigError(f"{path} is not a run folder: {what}")
         if not folder.is_run:
             raise ConfigError(f"{path} is not a run folder: it has no {folder.config.name}")
         return folder

@@ -17,12 +17,17 @@ from digen.observe.tensorboard import TensorBoardObserver
 from digen.types import Decision, Span
 
 
-def open_observer(info: RunInfo, folder: RunFolder, console: Console, *, tensorboard: bool = True) -> Observer:
-    """What a run reports to: terminal, JSON lines, TensorBoard. Close it when the run ends, however it ends."""
+def open_observer(
+    info: RunInfo, folder: RunFolder, console: Console, *, tensorboard: bool = True, first_step: int = 0
+) -> Observer:
+    """What a run, or the rest of one from `first_step`, reports to: terminal, JSON lines, TensorBoard.
+
+    Close it when the run ends, however it ends.
+    """
     view = open_view(info, console)
     sinks: list[Observer] = [JsonlObserver(folder, view.on_note)]
     if tensorboard:
-        sinks.append(TensorBoardObserver(folder.tensorboard, view.on_note))
+        sinks.append(TensorBoardObserver(folder.tensorboard, view.on_note, first_step=first_step))
     return ManyObservers(*sinks, view)
 
 

@@ -2,7 +2,8 @@
 
 An event file is a sequence of TFRecords (length, checksum of the length, data, checksum of the data), each holding one
 `tensorflow.Event` protocol buffer; of that message a scalar needs six fields. Invariant: one event per step holds the
-whole row, so a file never shows half a step; a full disk costs events, never the run.
+whole row, so a file never shows half a step; a full disk costs events, never the run. A run that goes on begins a file
+of its own, whose first words are that what older files say of its steps no longer counts.
 """
 
 from __future__ import annotations
@@ -19,13 +20,25 @@ from digen.types import Decision, Span
 
 
 class TensorBoardObserver:
-    """Writes every number of a row as a scalar named by its key, at the row's step, under `folder`."""
+    """Writes every number of a row as a scalar named by its key, at the row's step, under `folder`.
 
-    def __init__(self, folder: Path, warn: Warn = log.warning, clock: Callable[[], float] = time.time) -> None:
+    `first_step`: readers forget this step and later ones of older files in the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        warn: Warn = log.warning,
+        clock: Callable[[], float] = time.time,
+        *,
+        first_step: int = 0,
+    ) -> None:
         self._clock = clock
         folder.mkdir(parents=True, exist_ok=True)
         self._file = AppendFile(folder / f"events.out.tfevents.{int(clock()):010d}.{os.getpid()}.digen", warn)
         self._file.append(_record(_double(1, clock()) + _bytes(3, b"brain.Event:2")))
+        start = _bytes(7, _varint(1, 1))  # session_log { status: START }
+        self._file.append(_record(_double(1, clock()) + _varint(2, first_step) + start))
 
     def on_span(self, span: Span) -> None:
         """Spans are for `events.jsonl`."""
