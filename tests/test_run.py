@@ -93,7 +93,14 @@ def test_what_can_be_combined_runs_and_learns(algorithm: str, overrides: list[st
     assert all(row["step_applied"] and row["weight_delta"] > 0 for row in rows)
 
 
-BOOLEANS = ["data.shuffle", "observe.tensorboard", "schedule.ordered", "algorithm.same_initial_noise"]
+BOOLEANS = [
+    "data.shuffle",
+    "observe.tensorboard",
+    "schedule.ordered",
+    "algorithm.same_initial_noise",
+    "model.vae_tiling",
+    "trainer.activation_checkpointing",
+]
 
 
 @pytest.mark.parametrize("value", ["off", "on"])
@@ -255,6 +262,7 @@ def test_p47_a_wrong_folder_and_a_missing_package_are_said_at_once_and_end_with_
     assert done.stdout.split() == ["2", "True", "False"]
     assert "no_such_dir does not exist" in done.stderr
     assert not (tmp_path / "run").exists()
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # another test's
     monkeypatch.setattr("digen.plugins.find_spec", lambda _: None)
     missing = CliRunner().invoke(app, ["run", "flowgrpo", "--trainer", "deepspeed", "--run-dir", str(tmp_path / "run")])
     assert missing.exit_code == 2
