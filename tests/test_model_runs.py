@@ -41,6 +41,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def by_place(media: Any, prompts: list[str], metadata: list[Any]) -> list[float]:
+    """A reward that looks at nothing."""
+    return [float(place % 5) for place in range(len(prompts))]
+
+
 def children_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -76,16 +81,20 @@ def test_every_trainer_does_the_same_with_every_family(
     warm: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Plain SGD: the difference of two runs' weights is that of their gradients, and Adam would blow up rounding."""
+    """Plain SGD: the difference of two runs' weights is that of their gradients, and Adam would blow up rounding.
+
+    So would rewards of pixels: a rounding error can make one pixel another, and all advantages of its group.
+    """
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     lora = "trainer.lora={rank: 2, alpha: 4}" if trained == "adapters" else "trainer.lora=null"
     sgd = ("trainer.optimizer=sgd", "trainer.learning_rate=0.3", "trainer.weight_decay=0")
+    reward = json.dumps({f"{__file__}:by_place": {}})
 
     def done(trainer: str) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         ranks, here = 1 if trainer == "local" else 2, tmp_path / trainer
         settings = (
             f"model.path={folders[model]}", f"engine.name={WARM}", f"trainer.backend={trainer}", lora, *sgd,
-            f"trainer.ranks={ranks}", f"run_dir={here}", "observe.tensorboard=false",
+            f"trainer.ranks={ranks}", f"reward={reward}", f"run_dir={here}", "observe.tensorboard=false",
         )  # fmt: skip
         run(resolve(algorithm, model, None, settings, {}), console=Console(quiet=True))
         return metrics(here), load_file(here / "checkpoints" / "step_000003" / "weights.safetensors")
@@ -99,7 +108,6 @@ def test_every_trainer_does_the_same_with_every_family(
         for row, mine in zip(other_rows, rows, strict=True):
             for key in {"grad_norm", "loss/mean", "kl/mean"} & mine.keys():
                 assert row[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-7), (trainer, key)
-            assert row["kl"] == pytest.approx(mine["kl"], rel=1e-5, abs=1e-12)
         assert other.keys() == weights.keys()
         apart = sum(float((other[name].double() - weights[name].double()).square().sum()) for name in weights) ** 0.5
         assert apart <= 1e-5 * moved, trainer
