@@ -23,6 +23,7 @@ from statistics import fmean, median
 from typing import Any
 
 import anyio
+import torch
 from common import UNSTACKED, Chart, Table, arguments, publish, schedule_of, steady
 from common import Costs as StepCosts
 
@@ -30,14 +31,15 @@ from digen.config import RunConfig
 from digen.data.prompts import load_prompts
 from digen.data.sampler import StepPrompts
 from digen.driver import Driver
-from digen.engines.base import Engine, WorkerGroup
+from digen.engines.base import Engine, WorkerContext, WorkerGroup
 from digen.inflight import Work
 from digen.observe.bubbles import CAUSES, waits
 from digen.presets import prompt_file, resolve
 from digen.rewards.total import total
 from digen.run import load, make_engine, specs
 from digen.testing import Recorder
-from digen.types import SpanKind
+from digen.types import Published, SpanKind
+from digen.weights.shared_memory import SharedMemoryTransport
 
 MODES = ("colocated", "naive", "gap", "tsp", "tag-static", "bts", "tcss", "shared", "shared-tcss")
 CHAIN = ("naive", "gap", "tsp", "tag-static", "bts", "tcss")
@@ -174,12 +176,21 @@ class Bench:
         await driver.run()
         deciding = driver.deciding_s / (time.perf_counter() - began)
         published = (await trainer.call("push", self.size.steps))[0]
-        weights = {name: tensor.clone() for name, tensor in self.engine.store.get(published.weights).items()}
+        weights = self.weights_of(published)
         self.engine.store.drop(published.weights)
         return outcome(seen, deciding, weights, config.algorithm)
 
-    def first_weights(self) -> dict[str, Any]:
-        return self.engine.store.get(self.start.weights)
+    def weights_of(self, published: Published) -> dict[str, torch.Tensor]:
+        """As a generator would get them."""
+        store = self.engine.store
+        transport = SharedMemoryTransport(
+            config_of("naive", self.ratio, self.size),
+            WorkerContext("here", 0, 1, "cpu", store, shared_dir=store.folder),
+        )
+        entries = transport.read(published).layout.entries
+        weights = {entry.name: torch.empty(entry.shape, dtype=entry.type) for entry in entries}
+        transport.pull(published, weights)
+        return weights
 
 
 def outcome(seen: Recorder, deciding: float, weights: Mapping[str, Any], algorithm: Any) -> Outcome:
@@ -222,7 +233,7 @@ def mean_of(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def report(made: Bench) -> dict[str, Any]:
     """One ratio as plain JSON values."""
     naive = made.outcomes["naive"]
-    reference, first = naive[0].weights, made.first_weights()
+    reference, first = naive[0].weights, made.weights_of(made.start)
     modes = {}
     for mode, outcomes in made.outcomes.items():
         speedups = [n.step_s / o.step_s for n, o in zip(naive, outcomes, strict=True)]

@@ -26,7 +26,7 @@ from digen.engines.base import Engine, WorkerGroup, WorkerSpec
 from digen.engines.together import all_at_once
 from digen.errors import ConfigError, DivergedError
 from digen.observe.base import Observer
-from digen.observe.files import RunFolder, write_atomic
+from digen.observe.files import RunFolder, sweep, write_atomic
 from digen.observe.live import RunInfo
 from digen.observe.many import open_observer
 from digen.observe.summary import Summary, print_summary, summarise_folder
@@ -78,6 +78,7 @@ def run(
     else:
         folder = RunFolder.open(config.run_dir or Path())
     with locked(folder):
+        sweep(folder.path)
         past = Past() if resume is None else go_on(folder, config, num_steps, resume)
         write_atomic(folder.config, dump(config))
         write_facts(folder, config)

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from digen.errors import ConfigError, DataError
-from digen.observe.files import AppendFile, JsonlObserver, RunFolder, read_rows, read_spans, replacing, write_atomic
+from digen.observe.files import (
+    AppendFile,
+    JsonlObserver,
+    RunFolder,
+    read_rows,
+    read_spans,
+    replacing,
+    sweep,
+    write_atomic,
+)
 from digen.types import Span
 
 SPAN = Span("generate", "generator-0", 3, 1, 3, 0.5, 1.25)
@@ -61,6 +70,15 @@ def test_opening_a_folder_that_is_no_run_is_a_config_error(tmp_path: Path) -> No
         RunFolder.open(tmp_path)
     (tmp_path / "config.yaml").write_text("")
     assert RunFolder.open(tmp_path).sample_grid(7) == tmp_path / "samples" / "step_000007.png"
+
+
+def test_what_a_killed_writer_left_is_swept_away_and_nothing_else(tmp_path: Path) -> None:
+    killed = replacing(tmp_path / "samples" / "grid.png")
+    killed.__enter__().write_bytes(b"half")
+    write_atomic(tmp_path / "samples" / "other.png", b"whole")
+    write_atomic(tmp_path / "notes.tmp", "mine")
+    sweep(tmp_path)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.*")) == ["notes.tmp", "samples/other.png"]
 
 
 def test_an_atomic_write_replaces_text_and_bytes_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ def replacing(path: Path) -> Iterator[Path]:
     synced(path.parent)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what writers that were killed have left in a folder. Nobody else may write there."""
+    for left in folder.rglob(".*.tmp"):
+        left.unlink(missing_ok=True)
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a whole file or nothing: temporary file, fsync, rename (rule R20). Text is UTF-8. Raises OSError."""
     with replacing(path) as temporary:
