@@ -181,6 +181,13 @@ class ModelFamily(ABC):
         self.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
         return cast("Tensor", self.scheduler.sigmas).float()
 
+    def size_shift(self) -> float:
+        """The exponent of a shift that grows with the number of latent tokens, as the scheduler's config says."""
+        config = self.scheduler.config
+        few, many = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        low, high = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        return float(low + (high - low) * (self.latent_shape[0] - few) / (many - few))
+
     @abstractmethod
     def velocity(self, latents: Tensor, sigma_N: Tensor, conditioning: Conditioning) -> Tensor:
         """Predicted velocity (noise - data) of latents (N, ...) at noise levels (N,), one row of conditioning each."""

@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from digen.models.base import Conditioning, ModelFamily, to_uint8
@@ -67,15 +66,7 @@ class Flux(ModelFamily):
         return sum(len(ids) > self.config.max_text_tokens for ids in tokens)
 
     def sigmas(self, num_steps: int) -> Tensor:
-        config = self.scheduler.config
-        mu = calculate_shift(
-            self.latent_shape[0],
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        return self.even_sigmas(num_steps, mu)
+        return self.even_sigmas(num_steps, self.size_shift())
 
     def velocity(self, latents: Tensor, sigma_N: Tensor, conditioning: Conditioning) -> Tensor:
         """`conditioning["guidance"]` (N,) is the embedded scale."""
