@@ -23,7 +23,9 @@ from digen.types import Version
 Kind = Literal["live", "ema"]
 """live: what the last step left; ema: the average over steps (`trainer.ema`)."""
 WEIGHTS: Final = "weights.safetensors"
-EMA: Final = "ema.safetensors"
+EMA: Final = f"ema/{WEIGHTS}"
+"""In a folder of its own: torch.distributed.checkpoint takes all files of a folder for parts of one set of tensors."""
+FILES: Final[Mapping[Kind, str]] = {"live": WEIGHTS, "ema": EMA}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,8 @@ class Trained:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder that the weights lie in."""
-        return self.path if self.path.is_dir() else self.path.parent
+        """The checkpoint's folder, or the exported one."""
+        return self.path if self.path.is_dir() else self.path.parents[FILES[self.weights].count("/")]
 
     @property
     def label(self) -> str:
@@ -70,7 +72,7 @@ def find(folder: Path, weights: Kind | None = None, version: Version | None = No
         raise ConfigError(f"{checkpoint} has no {EMA}: the run had no trainer.ema; allowed: --weights live")
     kind: Kind = weights or ("ema" if (checkpoint / EMA).is_file() else "live")
     number = int(checkpoint.name.removeprefix("step_"))
-    return Trained(folder, config, checkpoint / (EMA if kind == "ema" else WEIGHTS), kind, number)
+    return Trained(folder, config, checkpoint / FILES[kind], kind, number)
 
 
 def _checkpoint(run: RunFolder, version: Version) -> Path:

@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 
 from digen import presets
 from digen.backends.training.local import LocalTrainer
@@ -25,6 +28,7 @@ from digen.checkpoint.tensors import Piece, Pieces, piece, write
 from digen.errors import CheckpointError, ConfigError
 from digen.observe.files import RunFolder
 
+DOCS = Path(__file__).parents[1] / "docs"
 WHOLE = torch.arange(60, dtype=torch.float32).reshape(6, 10)
 
 
@@ -36,6 +40,17 @@ def made(folder: Path, version: int, row: dict[str, float] | None = None, **stat
     texts = {manifest.STATE: json.dumps({"row": row or {}, **state}), manifest.CONFIG: "x: 1\n"}
     manifest.seal(aside, path, [record], texts)
     return path
+
+
+def read_by_dcp(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """What docs/resume.md says, done."""
+    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "resume.md").read_text(), re.DOTALL)
+    assert '"runs/mine/checkpoints/step_000040"' in example
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
+        exec(example.replace("runs/mine/checkpoints/step_000040", str(checkpoint)), found)
+    state: dict[str, torch.Tensor] = found["state"]
+    return state
 
 
 # Tensors
@@ -71,6 +86,35 @@ def test_pieces_of_any_cut_are_read_back_whole_and_in_any_other_cut(tmp_path: Pa
     (tmp_path / "1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="w: parts of it are missing"):
         Pieces(tmp_path.glob("*.safetensors")).whole("w")
+
+
+def test_torch_distributed_checkpoint_reads_what_is_written_here_and_is_read_here(tmp_path: Path) -> None:
+    """Both ways: parts of several ranks, of uneven sizes and several dtypes, also without any dimension."""
+    tensors = {
+        "w": WHOLE,
+        "w/step": torch.tensor(3.0),
+        "b": torch.arange(5).bfloat16(),
+        "m": torch.tensor([True, False]),
+    }
+    for rank, (start, end) in enumerate(((0, 4), (4, 6))):
+        parts = {"w": Piece(WHOLE[start:end].clone(), (6, 10), (start, 0))}
+        whole = {name: piece(tensor, rank) for name, tensor in tensors.items() if name != "w"}
+        write(tmp_path / "ours", f"{rank}.safetensors", parts | {name: p for name, p in whole.items() if p})
+    assert all(torch.equal(read_by_dcp(tmp_path / "ours")[name], tensor) for name, tensor in tensors.items())
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "theirs"), save_distributed=True))
+    theirs = Pieces((tmp_path / "theirs").glob("*.safetensors"))
+    assert theirs.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert all(torch.equal(theirs.whole(name), tensor) for name, tensor in tensors.items())
+
+
+def test_shapes_of_parts_that_torch_distributed_checkpoint_wrote_follow_from_where_they_end(tmp_path: Path) -> None:
+    for start, end in ((0, 4), (4, 6)):
+        about = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [start, 0]}}), "DCP_VERSION": "1.0"}
+        save_file({"w": WHOLE[start:end].clone()}, tmp_path / f"{start}.safetensors", about)
+    pieces = Pieces(tmp_path.glob("*.safetensors"))
+    assert pieces.shapes == {"w": (6, 10)}
+    assert torch.equal(pieces.whole("w"), WHOLE)
 
 
 def test_p44_the_writer_refuses_a_tensor_without_elements_and_copies_what_it_is_given() -> None:
@@ -304,8 +348,8 @@ def test_a_trainer_gives_its_moments_back_to_another(make_config: Any, make_work
             p.grad = torch.full_like(p, 1.0 + number) if p.requires_grad else None
         trainer.optimizer_step(1.0)
     trainer.save(tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"weights.safetensors", "ema.safetensors", "optimizer-00000.safetensors"}
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.safetensors")}
+    assert names == {"weights.safetensors", "ema/weights.safetensors", "optimizer-00000.safetensors"}
     other = make_worker(LocalTrainer, config)
     other.resume(tmp_path, 2)
     assert other.version == 2
@@ -319,6 +363,43 @@ def test_a_trainer_gives_its_moments_back_to_another(make_config: Any, make_work
     assert weights_only.version == 0
     assert weights_only.optimizer_state() == {}
     assert all(torch.equal(weights_only.state()[n], t) for n, t in trainer.state().items())
+
+
+def test_torch_distributed_checkpoint_reads_a_whole_checkpoint_and_its_average(
+    make_config: Any, make_worker: Any, tmp_path: Path
+) -> None:
+    trainer = make_worker(LocalTrainer, make_config("trainer.lora={rank: 2}", "trainer.ema={decay: 0.9}"))
+    for p in trainer.model.transformer.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    trainer.optimizer_step(1.0)
+    trainer.save(tmp_path)
+    for folder, wanted in (
+        (tmp_path, trainer.state() | trainer.optimizer_state()),
+        (tmp_path / "ema", trainer.ema.parts),
+    ):
+        found = read_by_dcp(folder)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_rows_are_on_the_disk_before_the_checkpoint_that_follows_them(
+    make_config: Any, make_worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, folder, done = (
+        make_worker(LocalTrainer, make_config("trainer.lora={rank: 2}")),
+        RunFolder(tmp_path),
+        list[str](),
+    )
+    folder.metrics.write_text('{"step": 0}')
+    fsync, path = os.fsync, folder.checkpoint(1)
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (done.append(Path(f"/proc/self/fd/{file}").readlink().name), fsync(file))
+    )
+    trainer.save(path, ".step_000001.ab.partial")
+    part = trainer.written(wait=True)
+    assert trainer.seal(path, ".step_000001.ab.partial", part.files, {}) is None
+    assert done.index("weights.safetensors") < done.index("checkpoints")
+    assert done.index("metrics.jsonl") < done.index("checkpoints")
 
 
 def test_a_step_taken_while_a_checkpoint_is_written_is_not_in_it_and_is_not_held_up(

@@ -24,7 +24,7 @@ from digen.engines.store import MemoryStore
 from digen.errors import ConfigError, SyncError
 from digen.evaluate import evaluate, sample
 from digen.export import LORA_FILE, Export, export
-from digen.trained import find
+from digen.trained import EMA, find
 from digen.weights.state import trainable
 
 TEXTS = ['a sign that says "OPEN"', 'small red letters "CAT" on a white background']
@@ -253,9 +253,9 @@ def test_what_is_not_there_is_named_with_what_is(
         find(exports["lora-ema"], "live")
     with pytest.raises(ConfigError, match=r"--weights=ema: glyph is no folder"):
         sample("glyph", TEXTS, to, weights="ema")
-    for path in run.glob("checkpoints/*/ema.safetensors"):
+    for path in run.glob(f"checkpoints/*/{EMA}"):
         path.unlink()
-    with pytest.raises(ConfigError, match=r"no ema\.safetensors.*trainer\.ema.*allowed: --weights live"):
+    with pytest.raises(ConfigError, match=r"no ema/weights\.safetensors.*trainer\.ema.*allowed: --weights live"):
         export(run, to, "ema")
     assert find(run).weights == "live"
     for path in run.glob("checkpoints/*/weights.safetensors"):
@@ -290,7 +290,7 @@ def test_adapters_that_bind_to_nothing_are_an_error_where_they_are_written_and_w
 ) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(runs["lora"], run)
-    file = run / "checkpoints" / "step_000002" / "ema.safetensors"
+    file = run / "checkpoints" / "step_000002" / EMA
     for tensors in ({n.replace("to_q", "to_z"): t for n, t in load_file(file).items()}, {"x": torch.zeros(1)}):
         save_file(tensors, file)
         with pytest.raises(SyncError, match="missing"):

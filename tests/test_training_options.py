@@ -20,6 +20,7 @@ from digen.engines.store import MemoryStore
 from digen.errors import ConfigError, DivergedError
 from digen.observe.files import read_rows
 from digen.run import run
+from digen.trained import EMA, WEIGHTS
 from digen.weights.state import trainable
 
 SMALL = (
@@ -41,8 +42,8 @@ def start(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def newest(folder: Path, name: str = "weights") -> dict[str, torch.Tensor]:
-    return load_file(max(folder.glob("checkpoints/step_*")) / f"{name}.safetensors")
+def newest(folder: Path, name: str = WEIGHTS) -> dict[str, torch.Tensor]:
+    return load_file(max(folder.glob("checkpoints/step_*")) / name)
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
@@ -234,10 +235,10 @@ def test_p82_training_is_bit_equal_with_and_without_an_average_that_is_saved_at_
     rows = [read_rows(folder / "metrics.jsonl") for folder in (plain, averaged)]
     for name in ("reward/mean", "grad_norm", "weight_delta"):
         assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]]
-    ema = newest(averaged, "ema")
+    ema = newest(averaged, EMA)
     assert ema.keys() == live.keys()
     assert any(not torch.equal(ema[name], live[name]) for name in ema)
-    assert not list(plain.glob("checkpoints/*/ema.safetensors"))
+    assert not list(plain.glob("checkpoints/*/ema"))
 
 
 def test_an_average_of_sharded_weights_is_that_of_whole_ones(
@@ -250,7 +251,7 @@ def test_an_average_of_sharded_weights_is_that_of_whole_ones(
         for seed in (1, 2):
             step(trainer, seed)
         trainer.save(tmp_path / kind.__name__)
-        saved[kind] = load_file(tmp_path / kind.__name__ / "ema.safetensors")
+        saved[kind] = load_file(tmp_path / kind.__name__ / EMA)
     torch.distributed.destroy_process_group()
     whole, sharded = saved.values()
     assert whole.keys() == sharded.keys()

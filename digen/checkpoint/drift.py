@@ -17,10 +17,12 @@ from digen.settings import Keys, from_file, merge
 
 FREE: Final = frozenset(
     {
-        *("checkpoint", "engine", "observe", "run_dir", "schedule", "steps", "epochs"),
-        *("data.heldout", "sampling.eval_num_steps", "sampling.eval_guidance", "scoring.timeout_s"),
+        *("checkpoint", "engine", "observe", "run_dir", "schedule", "steps", "epochs", "model.embedding_cache_gb"),
+        *("data.heldout", "eval_reward", "sampling.eval_num_steps", "sampling.eval_guidance"),
+        *("scoring.timeout_s", "scoring.devices"),
         *(f"{group}.{key}" for group in ("generator", "trainer") for key in ("ranks", "devices", "threads", "env")),
         *("generator.replicas", "generator.batch_size", "trainer.batch_size", "trainer.tsp", "trainer.backend"),
+        "generator.offload_between_calls",
         *("weights.transport", "weights.dir", "weights.timeout_s"),
         *("trainer.zero_stage", "trainer.cpu_offload", "trainer.max_bad_steps", "trainer.shard_ranks"),
         *("trainer.activation_checkpointing", "trainer.sync_gradients", "trainer.generate_with"),

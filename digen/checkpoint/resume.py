@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from digen.engines.base import WorkerGroup
 from digen.engines.together import all_at_once
 from digen.errors import CheckpointError, ConfigError
 from digen.observe.files import RunFolder, read_spans, write_atomic
-from digen.presets import prompt_file
+from digen.presets import prompt_sources
 from digen.schedule import gap
 from digen.trained import WEIGHTS
 from digen.types import MicroBatch, Rollout, Version
@@ -73,7 +72,7 @@ def write_facts(folder: RunFolder, config: RunConfig[Any]) -> None:
 def go_on(folder: RunFolder, config: RunConfig[Any], num_steps: int, allowed: Collection[str]) -> Past:
     """The past of a run that goes on with this config; its logs are cut back to the checkpoint.
 
-    Raises ConfigError when no checkpoint can be read, when nothing is left to do, or for a change that is not
+    Raises ConfigError when no checkpoint can be read, when more than `num_steps` are done, or for a change that is not
     `allowed` (keys or sections of keys). Without any checkpoint a run goes on from step 0.
     """
     notes: list[str] = []
@@ -87,9 +86,9 @@ def go_on(folder: RunFolder, config: RunConfig[Any], num_steps: int, allowed: Co
     made_by = (path / manifest.CONFIG if path else folder.config).read_text("utf-8")
     where = str(path or folder.path)
     notes += [f"allowed change: {text}" for text in refuse_drift(made_by, config, changed, allowed, where)]
-    if version >= num_steps:
-        raise ConfigError(f"{folder.path} has done {version} of {num_steps} steps; to go on, set steps higher")
-    notes.append(f"going on from {path}" if path else f"{folder.path} has no checkpoint: from step 0")
+    if version > num_steps:
+        raise ConfigError(f"{folder.path} has done {version} steps; to go on, set steps higher; got {num_steps}")
+    notes.append(_whence(folder, path, done=version == num_steps))
     _cut(folder, version)
     spans = read_spans(folder.events) if folder.events.is_file() else []
     return Past(
@@ -101,6 +100,12 @@ def go_on(folder: RunFolder, config: RunConfig[Any], num_steps: int, allowed: Co
         elapsed_s=max((span.end for span in spans), default=0.0),
         notes=tuple(notes),
     )
+
+
+def _whence(folder: RunFolder, path: Path | None, *, done: bool) -> str:
+    if done:
+        return f"{path} is of the last step: nothing is left to do; to go on, set steps higher"
+    return f"going on from {path}" if path else f"{folder.path} has no checkpoint: from step 0"
 
 
 def newest(folder: RunFolder, rollout: int, note: Note) -> Path | None:
@@ -139,7 +144,7 @@ def _unusable(path: Path, rollout: int) -> str | None:
 
 
 def _fingerprint(config: RunConfig[Any]) -> str:
-    return sha256(prompt_file(config, "prompts").read_bytes()).hexdigest()
+    return prompt_sources(config).fingerprint()
 
 
 def _prompts_changed(folder: RunFolder, config: RunConfig[Any]) -> bool:

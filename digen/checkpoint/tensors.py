@@ -1,7 +1,8 @@
 """Tensors in files of which every rank writes its part, and of which any number of ranks read what they need.
 
 Invariant: a file is plain safetensors, nothing in it is ever unpickled (rule R19); its header says where each part lies
-in the whole, so that who wrote it, and how many they were, does not matter to who reads it.
+in the whole, so that who wrote it, and how many they were, does not matter to who reads it. It says so as the headers
+of torch.distributed.checkpoint do: either reads what the other wrote (why both: docs/design/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ CODES = {
     torch.bool: "BOOL",
 }
 """Names of the dtypes in a safetensors header."""
+PLACES = "DCP_SHARDING_INFO"
+"""Entry of a header: name -> where the part lies ("saved_offsets") and, which is ours, the "shape" of the whole."""
 CHUNK = 1 << 24
 """Bytes that are hashed and written at a time."""
 Shape = tuple[int, ...]
@@ -100,8 +103,8 @@ def write(folder: Path, name: str, pieces: Mapping[str, Piece]) -> Record:
 def _laid_out(pieces: Mapping[str, Piece]) -> tuple[bytes, list[memoryview]]:
     """Header and tensors of a safetensors file. The format: huggingface.co/docs/safetensors."""
     names = sorted(pieces, key=lambda name: (-pieces[name].local.element_size(), name))  # keeps every tensor aligned
-    places = {name: {"shape": pieces[name].shape, "offsets": pieces[name].offsets} for name in names}
-    header: dict[str, Any] = {"__metadata__": {"pieces": json.dumps(places)}}
+    places = {name: {"saved_offsets": pieces[name].offsets, "shape": pieces[name].shape} for name in names}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", PLACES: json.dumps(places)}}
     end = 0
     for name in names:
         local = pieces[name].local
@@ -123,12 +126,13 @@ class Pieces:
         for path in sorted(paths):
             try:
                 file: Any = safe_open(path, framework="pt")
-                places = json.loads((file.metadata() or {}).get("pieces", "{}"))
+                places = json.loads((file.metadata() or {}).get(PLACES, "{}"))
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    own = tuple(file.get_slice(name).get_shape())
-                    place = places.get(name, {"shape": own, "offsets": (0,) * len(own)})
-                    self.shapes[name] = tuple(place["shape"])
-                    self._where.setdefault(name, []).append((file, tuple(place["offsets"])))
+                    own, place = file.get_slice(name).get_shape(), places.get(name, {})
+                    offsets = tuple(place.get("saved_offsets", [0] * len(own)))
+                    ends = place.get("shape", [at + size for at, size in zip(offsets, own, strict=True)])
+                    self.shapes[name] = tuple(map(max, self.shapes.get(name, ends), ends))
+                    self._where.setdefault(name, []).append((file, offsets))
             except (OSError, SafetensorError, ValueError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -8,7 +8,9 @@ weights, their average and the optimizer's moments are all there is to save.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from threading import Thread
@@ -21,11 +23,13 @@ from torch.distributed.tensor import DTensor
 import digen
 from digen import presets
 from digen.backends.accumulation import AccumulatingWorker
+from digen.backends.training.copies import OLD_POLICY, START, Copy
 from digen.backends.training.options import Ema
 from digen.checkpoint import manifest
 from digen.checkpoint.manifest import PREVIOUS, Part, Record
 from digen.checkpoint.tensors import Piece, Pieces, piece, write
 from digen.errors import CheckpointError
+from digen.observe.files import RunFolder, synced
 from digen.trained import EMA, WEIGHTS
 from digen.types import Version
 from digen.weights.state import load_trainable, trainable
@@ -34,37 +38,45 @@ Files = dict[str, dict[str, Piece]]
 """Tensors by name, by the name of their file."""
 
 
-class SavingTrainer(AccumulatingWorker):
+class SavingTrainer(AccumulatingWorker, ABC):
     """A trainer that can be stopped at any step and go on later, with as many ranks as there then are."""
 
     optimizer: torch.optim.Optimizer
     ema: Ema | None
+    old_policy: Copy | None
+    """The policy that samples, where that is not the trained one."""
+    start: Copy | None
+    """What losses call the base, where that is not the model as it came."""
     writing: Writing | None = None
     """The checkpoint that is being written."""
 
+    @abstractmethod
     def parts(self) -> dict[str, Tensor]:
         """This rank's parts of the trainable weights, as the optimizer steps them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """The trainable weights, whole, on rank 0 at least; called on all ranks."""
-        raise NotImplementedError
 
+    def sampling_state(self) -> dict[str, Tensor]:
+        """The weights that generators are given, as `state`."""
+        return self.whole(self.old_policy.parts) if self.old_policy else self.state()
+
+    @abstractmethod
     def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole tensors of such parts, on rank 0 at least; called on all ranks."""
-        raise NotImplementedError
 
     # What a subclass with an optimizer of its own layout changes -------------------------------------------------
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """`<parameter>/<key>` -> moment: whole on rank 0, or a DTensor. NotImplementedError: there is no exact way."""
+        """`<parameter>/<key>` -> moment: whole on rank 0, or a DTensor. CheckpointError: there is no exact way."""
         names = {id(p): name for name, p in trainable(self.model.transformer).items()}
         found: dict[str, Tensor] = {}
         for parameter, values in self.optimizer.state.items():
             for key, value in values.items():
                 if id(parameter) not in names or not _is_plain(value):
                     kind = type(self.optimizer).__name__
-                    raise NotImplementedError(f"{kind} keeps {key!r} in a form of its own, {type(value).__name__}")
+                    raise CheckpointError(f"{kind} keeps {key!r} in a form of its own, {type(value).__name__}")
                 found[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value)
         return found
 
@@ -82,12 +94,21 @@ class SavingTrainer(AccumulatingWorker):
                 whole["state"][number] = {key: int(v) if _was_int(v) else v for key, v in found.items()}
         self.optimizer.load_state_dict(whole)
 
-    def load_average(self, pieces: Pieces) -> None:
-        """Go on from an average that was saved; without one, from the weights as they are."""
-        if self.ema is not None:
-            own = self.parts()
-            known = bool(pieces.shapes)
-            self.ema.load({name: pieces.like(name, part) if known else part for name, part in own.items()})
+    @property
+    def copies(self) -> Mapping[str, Ema | Copy]:
+        """What there is besides the weights, in parts as they are, by its file in a checkpoint."""
+        every = {EMA: self.ema, OLD_POLICY: self.old_policy, START: self.start}
+        return {name: kept for name, kept in every.items() if kept is not None}
+
+    def load_copies(self, path: Path | None) -> None:
+        """Go on from copies that a checkpoint has; those that it has not begin as the weights are."""
+        for name, kept in self.copies.items():
+            pieces = Pieces(path.glob(name) if path else ())
+            kept.load(self.read(pieces) if pieces.shapes else self.parts())
+
+    def read(self, pieces: Pieces) -> dict[str, Tensor]:
+        """This rank's parts of trainable weights in files."""
+        return {name: pieces.like(name, part) for name, part in self.parts().items()}
 
     # Saving ------------------------------------------------------------------------------------------------------
 
@@ -99,13 +120,12 @@ class SavingTrainer(AccumulatingWorker):
         """
         folder = path if aside is None else path.with_name(aside)
         files: Files = {WEIGHTS: self._copied(self.state())}
-        if self.ema is not None:
-            files[EMA] = self._copied(self.whole(self.ema.parts))
+        files |= {name: self._copied(self.whole(kept.parts)) for name, kept in self.copies.items()}
         if stale is not None and self.context.rank == 0:
             files[f"{PREVIOUS}/{WEIGHTS}"] = self.remembered[stale]
         try:
             files[f"optimizer-{self.context.rank:05d}.safetensors"] = self._copied(self.optimizer_state())
-        except NotImplementedError as reason:
+        except CheckpointError as reason:
             self.no_optimizer: str | None = str(reason)
         else:
             self.no_optimizer = None
@@ -131,6 +151,8 @@ class SavingTrainer(AccumulatingWorker):
             return None
         c = self.config
         state = {"digen": digen.__version__, "torch": torch.__version__, "no_optimizer": self.no_optimizer, **facts}
+        with suppress(OSError):  # rows are to outlast a power cut as their checkpoint does; a full disk let none begin
+            synced(RunFolder(path.parents[1]).metrics)
         try:
             texts = {manifest.STATE: json.dumps(state, indent=1) + "\n", manifest.CONFIG: presets.dump(c)}
             manifest.seal(path.with_name(aside), path, files, texts)
@@ -150,16 +172,16 @@ class SavingTrainer(AccumulatingWorker):
         )
 
     def resume(self, path: Path, version: Version) -> None:
-        """Go on from a checkpoint: weights, average and moments."""
+        """Go on from a checkpoint: weights, copies of them, and moments."""
         self.restore(path)
-        self.load_average(Pieces(path.glob(EMA)))
+        self.load_copies(path)
         self.load_optimizer_state(Pieces(path.glob("optimizer-*.safetensors")))
         self.begin_at(version)
 
     def begin_from(self, path: Path) -> None:
         """Begin a new run from the weights of a checkpoint."""
         self.restore(path)
-        self.load_average(Pieces([]))
+        self.load_copies(None)
         self.begin_at(0)
 
     def begin_at(self, version: Version) -> None:
@@ -177,7 +199,7 @@ class SavingTrainer(AccumulatingWorker):
         self.remembered = {v: pieces for v, pieces in self.remembered.items() if v >= self.version - rollout}
         every = c.checkpoint.every
         if c.schedule.staleness > 0 and every > 0 and (self.version + rollout) % every == 0:
-            self.remembered[self.version] = self._copied(self.state() if state is None else state)
+            self.remembered[self.version] = self._copied(self.sampling_state() if state is None else state)
 
 
 def _is_plain(value: object) -> bool:
