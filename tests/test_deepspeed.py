@@ -27,7 +27,7 @@ from digen.observe.files import read_rows, read_spans
 from digen.presets import payload, resolve
 from digen.run import run
 from digen.types import MicroBatch, Prompt, Rollout, ScoredRollout, Stats, StepReport, merge_stats
-from digen.weights.fingerprint import fingerprint
+from digen.weights.fingerprint import glance
 from digen.weights.shared_memory import SharedMemoryTransport
 
 WARM = f"engine.name={Path(__file__).parent}/warm.py:WarmEngine"
@@ -215,14 +215,15 @@ def assert_same_figures(here: list[dict[str, Any]], there: list[Stats], toleranc
 
 
 def published(call: Call, version: int, engine: Any) -> Tensors:
-    """What the generators get: whole tensors, and the fingerprint they must come to."""
+    """What the generators get: whole tensors, which are what they were hashed to."""
     first, *others = call("push", version)
     here = WorkerContext("generator", 0, 1, "cpu", engine.store, shared_dir=engine.store.folder)
     transport = SharedMemoryTransport(small(), here)
     entries = transport.read(first).layout.entries
     weights = {entry.name: torch.empty(entry.shape, dtype=entry.type) for entry in entries}
     transport.pull(first, weights)
-    assert fingerprint(weights) == first.fingerprint
+    transport.proven()
+    assert glance(weights, version) == first.fingerprint
     assert others == [None] * len(others)
     engine.store.drop(first.weights)
     return weights
@@ -327,7 +328,7 @@ PLACED = {
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds: weights, average, moments."""
-    files = [Pieces([path]) for path in sorted(folder.glob("*.safetensors"))]
+    files = [Pieces([path]) for path in sorted(folder.rglob("*.safetensors"))]
     assert len(files) == 3
     return {f"{k} {name}": file.whole(name) for k, file in enumerate(files) for name in file.shapes}
 

@@ -4,8 +4,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from threading import Event
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from digen.presets import rebuild
 from digen.types import Published
 from digen.weights.base import Ticket, load, make_transport, publish
 from digen.weights.collective import Meeting
-from digen.weights.fingerprint import fingerprint
+from digen.weights.fingerprint import glance
 from digen.weights.inline import InlineTransport
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
@@ -91,8 +93,47 @@ class Side:
                 return False
         return True
 
-    def fingerprint(self) -> str:
-        return fingerprint(self.weights)
+    def proven(self) -> None:
+        self.transport.proven()
+
+    def receive_wrong(self, name: str, at: int) -> None:
+        """From now on one bit of this tensor arrives wrong."""
+        receive = self.transport.receive
+
+        def wrong(ticket: Ticket, into: Mapping[str, torch.Tensor]) -> None:
+            receive(ticket, into)
+            into[name].view(torch.int32).view(-1)[at] ^= 1
+
+        self.transport.receive = wrong
+
+    def break_disk(self) -> None:
+        """From now on what is sent gets only half of the way."""
+        send = self.transport.send
+
+        def half(ticket: Ticket, tensors: Mapping[str, torch.Tensor]) -> None:
+            name = next(iter(tensors))
+            with suppress(KeyError):  # it is told of all of them
+                send(ticket, {name: tensors[name]})
+            raise OSError(28, "No space left on device")
+
+        self.transport.send = half
+
+    def hold(self) -> None:
+        """From now on nothing is sent until `release`."""
+        send, self.released = self.transport.send, Event()
+
+        def later(ticket: Ticket, tensors: Mapping[str, torch.Tensor]) -> None:
+            assert self.released.wait(60)
+            send(ticket, tensors)
+
+        self.transport.send = later
+
+    def release(self) -> None:
+        self.released.set()
+
+    def say_nothing(self) -> None:
+        """From now on the trainer keeps to itself what it has sent."""
+        self.transport._send = lambda *_: None
 
     def busy(self, seconds: float) -> float:
         """As a forward pass: the thread of the calls is taken, and for a part of the time it holds the GIL."""
@@ -153,12 +194,24 @@ class Side:
 
 
 class Flipping(InlineTransport):
-    """Loads one bit wrong."""
+    """Loads one bit wrong, where nobody looks at once."""
 
     def receive(self, ticket: Ticket, into: Mapping[str, torch.Tensor]) -> None:
         super().receive(ticket, into)
-        bits = next(iter(into.values())).detach().view(torch.int32).view(-1)
-        bits[7] ^= 1
+        seen = glance(into, ticket.layout.version)
+        largest = max(into.values(), key=torch.Tensor.numel).detach().view(torch.int32).view(-1)
+        for at in range(1000):
+            largest[at] ^= 1
+            if glance(into, ticket.layout.version) == seen:
+                return
+            largest[at] ^= 1
+
+
+class Late(InlineTransport):
+    """Loads what was there before."""
+
+    def receive(self, ticket: Ticket, into: Mapping[str, torch.Tensor]) -> None:
+        """Nothing arrives."""
 
 
 class Renaming(InlineTransport):

@@ -19,12 +19,23 @@ from digen.types import MicroBatch, Published, Ref, Rollout, ScoredRollout, Scor
 class GeneratorBackend(Protocol):
     """Samples, scores, and takes new weights."""
 
+    def encode(self, prompts: Sequence[str]) -> None:
+        """Before `load`, if at all: encode these prompts for all workers, as far as no other has, and keep that."""
+        ...
+
     def load(self) -> None:
-        """Load model and rewards; the first call, before anything else."""
+        """Load model and rewards, before everything below."""
+        ...
+
+    def num_cut(self, prompts: Sequence[str]) -> int:
+        """How many prompts are longer than the text encoder's limit."""
         ...
 
     def generate(self, microbatch: MicroBatch, version: Version, rows: tuple[int, ...]) -> Shard:
-        """This rank's share of these rows of the micro-batch. Raises when the weights here are not of `version`."""
+        """This rank's share of these rows of the micro-batch.
+
+        Raises when the weights here are not of `version`, SyncError when not all bytes of them are the trainer's.
+        """
         ...
 
     def score(self, rollout: Rollout) -> Scores:
@@ -32,11 +43,11 @@ class GeneratorBackend(Protocol):
         ...
 
     def draw(self, rollout: Rollout, rewards: tuple[float, ...], path: Path) -> None:
-        """Write a PNG with samples, prompts and rewards (rank 0 only)."""
+        """Write a PNG with samples, prompts and rewards, and of videos a moving picture (rank 0 only)."""
         ...
 
     def pull(self, published: Published) -> str:
-        """Take new weights; the fingerprint of what is now loaded."""
+        """Take new weights; what a glance at what is now loaded finds (`Published.fingerprint`, if it is that)."""
         ...
 
 

@@ -7,24 +7,26 @@ assumed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from digen import plugins
 from digen.algos.base import Algorithm
-from digen.backends.sampler import Conditions, Sampler
+from digen.backends.conditions import Conditions
+from digen.backends.offload import Offloaded, give_back
+from digen.backends.sampler import Sampler
 from digen.config import GroupConfig
 from digen.engines.base import WorkerContext
-from digen.models.base import ModelFamily
-from digen.observe.grid import sample_grid
+from digen.models.base import LOADING, ModelFamily
+from digen.observe.video import draw, video_format
 from digen.presets import rebuild
 from digen.rewards.base import RewardSet
 from digen.types import MicroBatch, Prompt, Published, Ref, Rollout, Scores, Shard, Version
@@ -33,19 +35,19 @@ from digen.weights.state import load_trainable, read_export, trainable
 
 logger = logging.getLogger(__name__)
 
-LOADING = Lock()
-"""The libraries patch torch while they load a model, which two threads of one process must not do at once."""
 NO_VERSION: Version = -1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-class TorchWorker:
+class TorchWorker(ABC):
     """The model in this process, any family: the base of generators and of trainers, which sample too (TAG)."""
 
     in_lockstep = False
     """Whether all ranks must make the same forward passes, whatever rows they have (their weights are sharded)."""
     loads_empty = False
     """Whether the transformer is loaded without its weights (`ModelFamily.empty`), which the worker then reads."""
+    offloaded: Offloaded | None = None
+    """What is on the device during a call alone."""
 
     def __init__(self, payload: Mapping[str, Any], context: WorkerContext) -> None:
         self.config = rebuild(payload)
@@ -55,14 +57,14 @@ class TorchWorker:
         self.num_stored = 0
 
     @property
+    @abstractmethod
     def placement(self) -> GroupConfig:
         """The section of the config that speaks of this worker's group."""
-        raise NotImplementedError
 
     @property
     def scores_here(self) -> bool:
         """Whether this worker is asked to score."""
-        return True
+        return self.config.scoring.devices is None
 
     @property
     def generates_here(self) -> bool:
@@ -74,16 +76,29 @@ class TorchWorker:
         """The same for the passes of `generate`."""
         return self.in_lockstep
 
+    def encode(self, prompts: Sequence[str]) -> None:
+        """Before `load`: have what these prompts are encoded to on the disk, and no text encoder left in memory."""
+        if not self.generates_here:
+            return
+        sampling, model = self.config.sampling, self.new_model()
+        guided = max(sampling.guidance, sampling.eval_guidance) > 1 and not model.embeds_guidance
+        negative = [sampling.negative_prompt] if guided else []
+        Conditions(model, self.context.device, self.kept_dtype).ahead([*negative, *prompts])
+        if self.context.device.startswith("cuda"):
+            del model
+            torch.cuda.empty_cache()
+
     def load(self) -> None:
         with LOADING:
             self._load_model()
-        self._load_rewards()
+            self._load_rewards()
+        self.offload()
 
     def _load_model(self) -> None:
         self.model = self.new_model()
         self.model.empty = self.loads_empty
         here = self.generates_here
-        self.model.load(self.context.device, self.kept_dtype, text_encoder=here, decoder=here)
+        self.model.load(self.context.device, self.kept_dtype, text_encoder=False, tokenizer=here, decoder=here)
         self.make_trainable(self.model)
         self.sampler = Sampler(
             self.model,
@@ -91,7 +106,7 @@ class TorchWorker:
             self.config.sampling,
             DTYPES[self.placement.dtype],
             self.placement.batch_size or -(-self.algorithm.samples_per_prompt // self.context.world_size),
-            Conditions(self.model),
+            Conditions(self.model, self.context.device, self.kept_dtype),
         )
 
     def new_model(self) -> ModelFamily:
@@ -114,8 +129,42 @@ class TorchWorker:
     def _load_rewards(self) -> None:
         if self.scores_here:
             threads = self.placement.threads or torch.get_num_threads()
-            self.rewards = RewardSet(self.config.reward, self.config.scoring.timeout_s, threads)
+            self.rewards = RewardSet(self.config.reward, self.config.scoring.timeout_s, threads, self.context.device)
             self.rewards.load()
+
+    @property
+    def decoder(self) -> nn.Module | None:
+        """What makes media of latents; None where none is loaded."""
+        return cast("nn.Module | None", self.model.pipeline.components.get("vae"))
+
+    def resting(self) -> Iterable[nn.Module | None]:
+        """What is in host memory between the calls that sample."""
+        return ()
+
+    def offload(self) -> None:
+        """Take that off the device: the last thing when a worker loads."""
+        if modules := list(filter(None, self.resting())):
+            self.offloaded = Offloaded(modules, self.model.device)
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Leave the device's free memory to the other group, where they share it."""
+        if self.config.generator.offload_between_calls:
+            give_back(self.model.device)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """What a call that samples runs in: whatever must happen before and after it, on all ranks.
+
+        Raises SyncError when it has run with other weights than the trainer's: nothing leaves it then (rule R15).
+        """
+        try:
+            with self.offloaded.loaded() if self.offloaded else nullcontext():
+                yield
+        finally:
+            self.make_room()
+        if "transport" in vars(self):
+            self.transport.proven()
 
     def num_cut(self, prompts: Sequence[str]) -> int:
         """How many prompts are longer than the text encoder's limit."""
@@ -127,10 +176,12 @@ class TorchWorker:
         mine = rows[self.context.rank :: self.context.world_size]
         share = -(-len(rows) // self.context.world_size)
         extra = (0,) * (share - len(mine)) if self.samples_in_lockstep else ()  # sampled after the own, and left there
-        if not mine and not extra:
+        with self.on_device():  # on ranks without rows too: others may wait for their part of the weights
+            made = self.sampler.rollout(microbatch, (*mine, *extra)) if mine or extra else None
+        if made is None:
             empty = self._store("empty", {})
             return Shard((), empty, empty)
-        trajectory, media = self.sampler.rollout(microbatch, (*mine, *extra))
+        trajectory, media = made
         return Shard(mine, self._store("trajectory", trajectory), self._store("media", {"media": media}))
 
     def _store(self, name: str, tensors: Mapping[str, Tensor]) -> Ref:
@@ -164,7 +215,8 @@ class TorchWorker:
         rows = range(microbatch.num_samples)
         captions = [f"{microbatch.identity(row)[0].text}\nreward {rewards[row]:.2f}" for row in rows]
         media = self._media(rollout, rows)
-        sample_grid(media.numpy(), captions, path, columns=min(8, microbatch.samples_per_prompt))
+        columns, kind = min(8, microbatch.samples_per_prompt), video_format(self.config)
+        draw(media.numpy(), captions, path, columns, kind, self.model.frame_rate)
 
     def pull(self, published: Published) -> str:
         self.version = NO_VERSION  # until all is loaded: of half of it nothing may be generated
@@ -197,7 +249,9 @@ class TorchWorker:
 
     def evaluate(self, prompts: tuple[Prompt, ...], seed: int, score: bool) -> tuple[Scores | None, Ref]:
         """One noise-free sample per prompt: its scores, if wanted, and where `media` (K, ...) is."""
-        _, media = self.sampler.evaluate([p.text for p in prompts], [p.id for p in prompts], seed)
+        negatives = [p.negative for p in prompts]
+        with self.on_device():
+            _, media = self.sampler.evaluate([p.text for p in prompts], [p.id for p in prompts], seed, negatives)
         scores = None
         if score:
             values = self.rewards.score(media.cpu().numpy(), [p.text for p in prompts], [p.metadata for p in prompts])

@@ -1,19 +1,21 @@
 """How the weights of a version get from rank 0 of the trainer to every rank of every generator. Rules R4, R15.
 
 Invariant: what is pushed is copied, and after `settle` nothing that happens to the trainer's weights reaches the copy;
-whoever pulls compares a list of names, shapes and dtypes with its own tensors before the first of them is written. That
-list is the ticket: an entry of the engine's store, which the driver passes on and drops; when it is gone, what it
-stands for is freed or used for the next version.
+whoever pulls compares a list of names, shapes and dtypes with its own tensors before the first of them is written, and
+once `proven` returns all bytes of them are known to be the trainer's. That list is the ticket: an entry of the engine's
+store, which the driver passes on and drops; when it is gone, what it stands for is freed or used for the next version.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, cast
 
 import torch
@@ -21,13 +23,46 @@ from torch import Tensor
 
 from digen import plugins
 from digen.config import RunConfig
-from digen.engines.base import WorkerContext
+from digen.engines.base import TensorStore, WorkerContext
 from digen.errors import SyncError
 from digen.types import Published, Ref, Version
-from digen.weights.fingerprint import fingerprint, fingerprint_like, line_of
+from digen.weights.fingerprint import fingerprint, glance
 from digen.weights.layout import Layout
 
 TICKET = "ticket"
+POLL_S = 0.005
+"""How often a replica looks whether the trainer has sent word of the weights that it pulled."""
+KEPT = 8
+"""Versions of which the trainer's word is kept: a replica asks for it a moment after its pull."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the trainer says of a version when it is through with it: an entry of the store, beside the ticket's."""
+
+    store: TensorStore
+    ref: Ref
+
+    @classmethod
+    def of(cls, ticket: Ref, store: TensorStore) -> Word:
+        return cls(store, Ref(f"{ticket.key}/word", 0))
+
+    def give(self, *, fingerprint: str = "", problem: str = "") -> None:
+        """One of them: of the whole weights as they were sent; why they could not be sent."""
+        text = json.dumps({"fingerprint": fingerprint, "problem": problem}).encode()
+        self.store.put(self.ref.key, {"word": torch.frombuffer(bytearray(text), dtype=torch.uint8)})
+
+    def fingerprint(self) -> str | None:
+        """None: there is no word yet. Raises SyncError when the weights could not be sent."""
+        if not self.store.has(self.ref):
+            return None
+        word = json.loads(self.store.get(self.ref)["word"].numpy().tobytes())
+        if word["problem"]:
+            raise SyncError(f"the trainer could not send its weights: {word['problem']}")
+        return str(word["fingerprint"])
+
+    def drop(self) -> None:
+        self.store.drop(self.ref)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +74,13 @@ class Ticket:
     """The transport's own word for the place: a file, a folder, a number."""
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors that are kept in the store together with the ticket."""
+    word: Word | None = None
+    """Where the trainer says that all has been sent."""
+
+    def check_word(self) -> None:
+        """For who waits for what is sent beside. Raises SyncError when the rest will not come."""
+        if self.word:
+            self.word.fingerprint()
 
 
 class WeightTransport(ABC):
@@ -57,7 +99,10 @@ class WeightTransport(ABC):
         self.pushed: dict[str, tuple[Ref, Ticket]] = {}
         """What this side published and has not freed yet, by the key of its ticket."""
         self.num_pushed = 0
+        self.words: deque[Word] = deque()
         self.sending: Beside | None = None
+        self.proving: Beside | None = None
+        self.closing = Event()
 
     @abstractmethod
     def place(self, layout: Layout) -> Ticket:
@@ -77,8 +122,12 @@ class WeightTransport(ABC):
 
     def close(self) -> None:
         """End threads, and free what is left; no call follows."""
-        if self.sending:
-            self.sending.thread.join()
+        self.closing.set()
+        for beside in (self.sending, self.proving):
+            if beside:
+                beside.thread.join()
+        while self.words:
+            self.words.popleft().drop()
         for _, ticket in self.pushed.values():
             self.free(ticket)
         self.pushed.clear()
@@ -93,9 +142,7 @@ class WeightTransport(ABC):
         self.settle()
         self.free_dropped()
         ticket = self.place(Layout.of(version, tensors, self.dtype))
-        if self.sends_beside:
-            self.sending = Beside(partial(self.send, ticket, tensors))
-        else:
+        if not self.sends_beside:
             self.send(ticket, tensors)
         self.num_pushed += 1
         text = json.dumps({"where": ticket.where, "layout": ticket.layout.as_json()}).encode()
@@ -103,19 +150,62 @@ class WeightTransport(ABC):
         entry = {**ticket.carried, TICKET: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
         ref = replace(self.context.store.put(key, entry), nbytes=ticket.layout.nbytes)
         self.pushed[key] = ref, replace(ticket, carried={})
+        self.words.append(Word.of(ref, self.context.store))
+        if len(self.words) > KEPT:
+            self.words.popleft().drop()
+        self.sending = Beside(partial(self._send, ticket, tensors, self.words[-1]))
         return ref
 
+    def _send(self, ticket: Ticket, tensors: Mapping[str, Tensor], word: Word) -> None:
+        """What the thread of a push does: the rest of the sending, and a whole fingerprint."""
+        try:
+            if self.sends_beside:
+                self.send(ticket, tensors)
+            found = fingerprint(tensors, self.dtype)
+        except Exception as error:
+            word.give(problem=f"{type(error).__name__}: {error}")
+            raise
+        word.give(fingerprint=found)
+
     def settle(self) -> None:
-        """Wait until what was pushed is copied: to be called before the weights change. Raises what `send` raised."""
+        """Wait until what was pushed is copied and hashed: to be called before the weights change.
+
+        Raises what `send` raised.
+        """
         sending, self.sending = self.sending, None
         if sending:
             sending.wait()
 
     def pull(self, published: Published, into: Mapping[str, Tensor]) -> None:
         """Copy what was published into tensors of the same names and shapes. Raises SyncError naming what is wrong."""
+        self.proven()  # of what is now written to
         ticket = self.read(published)
         ticket.layout.check(published.version, into, self.dtype)
         self.receive(ticket, into)
+        here = {name: tensor.detach() for name, tensor in into.items()}
+        self.proving = Beside(partial(self._prove, Word.of(published.weights, self.context.store), published, here))
+
+    def _prove(self, word: Word, published: Published, here: Mapping[str, Tensor]) -> None:
+        """What the thread of a pull does."""
+        found, version = fingerprint(here, self.dtype), published.version
+        limit = time.monotonic() + self.config.weights.timeout_s
+        while (expected := word.fingerprint()) is None:
+            if self.closing.wait(POLL_S):
+                return
+            if time.monotonic() > limit:
+                waited = f"{self.config.weights.timeout_s:g} s"
+                raise SyncError(f"the trainer has not said in {waited} what the weights of version {version} hash to")
+        if found != expected:
+            who = f"{self.context.group} rank {self.context.rank}"
+            raise SyncError(
+                f"{who} has other weights than the trainer since it pulled version {version}: fingerprint of all bytes "
+                f"{found}, expected {expected}"
+            )
+
+    def proven(self) -> None:
+        """Wait until all bytes of what was pulled last are known to be the trainer's. Raises SyncError, every time."""
+        if self.proving:
+            self.proving.wait()
 
     def read(self, published: Published) -> Ticket:
         """The ticket. Raises SyncError when it was dropped."""
@@ -124,7 +214,8 @@ class WeightTransport(ABC):
         except KeyError as error:
             raise SyncError(f"the weights of version {published.version} are gone: {error.args[0]}") from error
         text = json.loads(carried.pop(TICKET).numpy().tobytes())
-        return Ticket(Layout.from_json(text["layout"]), text["where"], carried)
+        word = Word.of(published.weights, self.context.store)
+        return Ticket(Layout.from_json(text["layout"]), text["where"], carried, word)
 
     def free_dropped(self) -> None:
         """Free what the driver has dropped since the last time."""
@@ -168,12 +259,11 @@ def make_transport(config: RunConfig[Any], context: WorkerContext) -> WeightTran
 
 
 def publish(transport: WeightTransport, version: Version, tensors: Mapping[str, Tensor]) -> Published:
-    """Push whole tensors, with the fingerprint of what is sent. The first ones of a run are looked at as a whole."""
-    line = line_of(version) if transport.num_pushed else None
-    return Published(version, transport.push(version, tensors), fingerprint(tensors, line, transport.dtype))
+    """Push whole tensors, with a glance at what is sent."""
+    return Published(version, transport.push(version, tensors), glance(tensors, version, transport.dtype))
 
 
 def load(transport: WeightTransport, published: Published, into: Mapping[str, Tensor]) -> str:
-    """Pull, and take the fingerprint of what is now loaded: of what was sent, if it is that (rule R15)."""
+    """Pull, and glance at what is now loaded: it is what was sent, as far as can be told at once (rule R15)."""
     transport.pull(published, into)
-    return fingerprint_like(published.fingerprint, into, transport.dtype)
+    return glance(into, published.version, transport.dtype)

@@ -8,10 +8,10 @@ run. Weights are copied only if they change before every replica has them. Gloo 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Condition, Event, RLock, Thread
+from threading import Condition, RLock, Thread
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ class CollectiveTransport(WeightTransport):
         """What the trainer can send, by the `where` of its ticket."""
         self.changed = Condition(RLock())
         """Of `held`, which senders read, each in its thread."""
-        self.closing = Event()
         self.meeting: Meeting | None = None
         """The replica's half."""
 
@@ -68,6 +67,7 @@ class CollectiveTransport(WeightTransport):
 
     def settle(self) -> None:
         """Copy what some replica has not got yet; SyncError if one takes longer than it may to receive it."""
+        super().settle()
         with self.changed:
             if not self.changed.wait_for(self._nobody_reads_weights, self.config.weights.timeout_s):
                 raise SyncError(f"a replica takes weights for over {self.config.weights.timeout_s:g} s")
@@ -129,7 +129,7 @@ class CollectiveTransport(WeightTransport):
                 self.meeting = Meeting(self, context.group, context.rank + 1, context.world_size)
             self.meeting.ask(ticket.where)
             cuts = list(layout.cuts(BUCKET))
-            slots = [layout.slot(into, *cut) for cut in cuts]
+            slots = [self.slot(layout, into, *cut) for cut in cuts]
             buckets = (self.empty(b - a) if slot is None else slot for slot, (a, b) in zip(slots, cuts, strict=True))
             for bucket, slot, (start, _) in zip(self.meeting.broadcast(buckets), slots, cuts, strict=True):
                 if slot is None:
@@ -139,6 +139,11 @@ class CollectiveTransport(WeightTransport):
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.context.device)
+
+    def slot(self, layout: Layout, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor | None:
+        """The very bytes of these tensors that are broadcast; None where they are not, or not on the device."""
+        found = layout.slot(tensors, start, end)
+        return found if found is not None and found.device == torch.device(self.context.device) else None
 
 
 class Held:
@@ -155,13 +160,13 @@ class Held:
         self.layout.pack(self.tensors, copy)
         self.copy, self.tensors = copy, {}
 
-    def buckets(self, empty: Callable[[int], Tensor]) -> Iterator[Tensor]:
+    def buckets(self, transport: CollectiveTransport) -> Iterator[Tensor]:
         """In order. Where a bucket is no part of a tensor as it is sent, it is put together in a new one."""
         copy, tensors = self.copy, self.tensors
         for start, end in self.layout.cuts(BUCKET):
-            bucket = copy[start:end] if copy is not None else self.layout.slot(tensors, start, end)
+            bucket = copy[start:end] if copy is not None else transport.slot(self.layout, tensors, start, end)
             if bucket is None:
-                bucket = empty(end - start)
+                bucket = transport.empty(end - start)
                 self.layout.pack(tensors, bucket, start)
             yield bucket
 
@@ -267,7 +272,7 @@ class Sender:
                 meeting.answer("the trainer does not have these weights any more")
                 return
             meeting.answer("")
-            for _ in meeting.broadcast(held.buckets(self.transport.empty)):
+            for _ in meeting.broadcast(held.buckets(self.transport)):
                 pass
 
 

@@ -1,94 +1,86 @@
 """The proof that a replica has the trainer's weights: both sides hash what they hold (rule R15).
 
-Invariant: equal bits give equal text on every device, whatever the tensors are stored in; of what is looked at, any
-single changed bit changes the text. Looked at is everything in small sets and where no line is asked for; else one
-line of 512 bytes in every 512 KiB, another one with every version: a pass over all bytes costs more than their copy,
-and transports move pieces of 4 MiB, or whole tensors.
+Invariant: equal bits give equal text on every device, whatever the tensors are stored in. A whole fingerprint has
+looked at every byte: a single changed bit always changes it, any other change but for a chance of 2^-64. It takes
+longer than a copy of the weights, so it is taken beside other work; what is taken at once, a glance, looks at a few
+dozen places, others with every version, and takes a millisecond whatever there is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from digen.types import Version
 
-BLOCK, LINE = 1 << 19, 512
-"""Bytes. What a line costs is the wait for its first byte, so a few long ones are cheaper than many short ones."""
-NUM_LINES = BLOCK // LINE
-SMALL = 1 << 24
-"""Bytes up to which a set of tensors is always looked at as a whole."""
+PLACES = 64
+"""At which a glance looks: they lie evenly in all that there is."""
+LINE = 512
+"""Bytes that it looks at there; what takes time is the wait for the first of them."""
 PIECE = 1 << 15
 """Words of 8 bytes that make one sum: 256 KiB, which stay in a core's cache."""
 BATCH = 64
 """Pieces that a GPU sums at a time."""
-ALL = "all"
 
 
-def line_of(version: Version) -> int:
-    """Which line of every block is looked at in weights of this version: after 1024 versions each had its turn."""
-    return version % NUM_LINES
-
-
-def fingerprint(tensors: Mapping[str, Tensor], line: int | None = None, dtype: torch.dtype | None = None) -> str:
-    """`<line>-<hash>` of names, shapes, dtypes and bits, computed where the tensors are; None: `all-<hash>`.
+def fingerprint(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
+    """Hash of names, shapes, dtypes and all bits, computed where the tensors are.
 
     `dtype`: what the tensors are cast to first, if they are not sent as they are.
     """
-    if sum(t.numel() * (dtype or t.dtype).itemsize for t in tensors.values()) <= SMALL:
-        line = None
     digest = hashlib.blake2b(digest_size=16)
     same: dict[torch.dtype, list[Tensor]] = {}
     for name in sorted(tensors):
         kind = dtype or tensors[name].dtype
         digest.update(f"{name} {tuple(tensors[name].shape)} {kind};".encode())
         same.setdefault(kind, []).append(tensors[name].detach().contiguous())
-    parts = ((part, kind) for kind, found in same.items() for part in _looked_at(found, kind.itemsize, line))
+    _digest(digest, ((part, kind) for kind, found in same.items() for part in _joined(found)))
+    return digest.hexdigest()
+
+
+def glance(tensors: Mapping[str, Tensor], version: Version, dtype: torch.dtype | None = None) -> str:
+    """Hash of what is at `PLACES` places: enough to see that these are not the weights of this version at all.
+
+    Names, shapes and dtypes are compared before (`Layout.check`), and are not in it.
+    """
+    digest, ordered = hashlib.blake2b(digest_size=16), [tensors[name] for name in sorted(tensors)]
+    for kind in [dtype] if dtype else sorted({tensor.dtype for tensor in ordered}, key=str):
+        found = [tensor for tensor in ordered if dtype or tensor.dtype == kind]
+        if lines := _lines(found, kind.itemsize, version):
+            _digest(digest, [(torch.cat(lines), kind)])
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def _lines(tensors: Sequence[Tensor], size: int, version: Version) -> list[Tensor]:
+    """Flat parts of what these tensors are one after the other; `size`: bytes of an element as it is sent."""
+    ends = list(accumulate(tensor.numel() for tensor in tensors))
+    width = LINE // size
+    lines = max(-(-ends[-1] // (width * PLACES)), 1)  # of which one is looked at
+    found = []
+    for start in range(version % lines * width, ends[-1], lines * width):
+        at = bisect_right(ends, start)
+        first = start - (ends[at - 1] if at else 0)
+        found.append(tensors[at].reshape(-1)[first : first + width])  # less at the end of a tensor
+    return found
+
+
+def _digest(digest: hashlib.blake2b, parts: Iterable[tuple[Tensor, torch.dtype]]) -> None:
     sums = [total for part, kind in parts for total in _sums(_words(part.to(kind)))]
     if sums:
         numbers = torch.cat(sums).tolist()
         digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
-    return f"{ALL if line is None else line}-{digest.hexdigest()}"
-
-
-def fingerprint_like(other: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> str:
-    """The fingerprint of these tensors that looks at what `other` has looked at."""
-    line = other.partition("-")[0]
-    return fingerprint(tensors, None if line == ALL else int(line), dtype)
-
-
-def _looked_at(tensors: Iterable[Tensor], size: int, line: int | None) -> Iterator[Tensor]:
-    """Flat tensors of what is looked at: everything, or that line of every block, or the end where there is none.
-
-    `size`: bytes of an element as it is sent.
-    """
-    if line is None:
-        yield from _joined(tensors)
-        return
-    width, block, first = LINE // size, BLOCK // size, line * (LINE // size)
-    lines: list[Tensor] = []
-    short: list[Tensor] = []
-    for tensor in tensors:
-        count, begin = tensor.numel(), tensor.storage_offset()
-        if count < width:
-            short.append(tensor.view(-1))
-            continue
-        num = (count - first - width) // block + 1
-        if num:
-            lines.append(tensor.as_strided((num, width), (block, 1), begin + first))
-        if line == 0 or not num:
-            lines.append(tensor.as_strided((1, width), (width, 1), begin + count - width))
-    for views in filter(None, (lines, short)):
-        yield torch.cat(views).view(-1)
 
 
 def _joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same elements, small tensors together, for a thousand small adapters are usual."""
+    """The same elements, flat; small tensors together, for a thousand small adapters are usual."""
     waiting: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -113,16 +105,22 @@ def _words(part: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor) -> Iterator[Tensor]:
-    """One number for each piece: its words, weighted by their place, summed with 64-bit wrap-around."""
+    """Two numbers for each piece: the sums, with 64-bit wrap-around, of its words times their place, plain and folded.
+
+    The plain one sees each single bit; but two words whose highest bits have flipped leave it as it is. Products whose
+    upper half is folded onto the lower one do not add up to nothing.
+    """
     weights, end = _weights(words.device), words.numel() // PIECE * PIECE
     batch = BATCH if words.is_cuda else 1
-    pieces = words[:end].view(-1, PIECE)
-    products = torch.empty_like(pieces[:batch])
-    for first in range(0, len(pieces), batch):
-        some = pieces[first : first + batch]
-        yield torch.mul(some, weights, out=products[: len(some)]).sum(1)
+    pieces = [words[:end].view(-1, PIECE)[first : first + batch] for first in range(0, end // PIECE, batch)]
     if end < words.numel():
-        yield (words[end:] * weights[: words.numel() - end]).sum().view(1)
+        pieces.append(words[end:].view(1, -1))
+    products, upper = words.new_empty(2, min(batch, end // PIECE) or 1, min(PIECE, words.numel()))
+    for piece in pieces:
+        rows, length = piece.shape
+        product, half = products[:rows, :length], upper[:rows, :length]
+        yield torch.mul(piece, weights[:length], out=product).sum(1)
+        yield product.bitwise_xor_(torch.bitwise_right_shift(product, 32, out=half)).sum(1)
 
 
 @cache

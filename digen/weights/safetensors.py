@@ -34,6 +34,8 @@ DTYPES = {code: str(dtype).removeprefix("torch.") for dtype, code in CODES.items
 class SafetensorsTransport(WeightTransport):
     """A folder of safetensors files for every version, on a file system that all workers share."""
 
+    sends_beside = True
+
     def place(self, layout: Layout) -> Ticket:
         if self.config.weights.dir is None:
             raise ConfigError("weights.dir: got null; weights.transport=safetensors needs a folder all workers see")
@@ -59,7 +61,7 @@ class SafetensorsTransport(WeightTransport):
 
     def receive(self, ticket: Ticket, into: Mapping[str, Tensor]) -> None:
         folder, version = Path(ticket.where), ticket.layout.version
-        marker = self._marker(folder)
+        marker = self._marker(folder, ticket)
         paths = [folder / name for name in marker["files"]]
         entries = [entry for path in paths for entry in _entries(path, marker["version"])]
         Layout(marker["version"], tuple(entries)).check(version, into, self.dtype)
@@ -77,13 +79,14 @@ class SafetensorsTransport(WeightTransport):
             with suppress(OSError):  # there is more in it
                 self.config.weights.dir.rmdir()
 
-    def _marker(self, folder: Path) -> Any:
-        """What the marker says. A shared file system may show it late; SyncError after `weights.timeout_s`."""
+    def _marker(self, folder: Path, ticket: Ticket) -> Any:
+        """What the marker says, once it is there. SyncError after `weights.timeout_s`, or when it will not be."""
         limit = time.monotonic() + self.config.weights.timeout_s
         while True:
             try:
                 return json.loads((folder / MARKER).read_bytes())
             except FileNotFoundError:
+                ticket.check_word()
                 if time.monotonic() > limit:
                     waited = f"{self.config.weights.timeout_s:g} s"
                     raise SyncError(f"{folder} is not complete: no {MARKER} after {waited}") from None

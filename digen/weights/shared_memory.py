@@ -80,16 +80,17 @@ class SharedMemoryTransport(WeightTransport):
         file = self._map(ticket.where)
         progress = _progress(file)
         for start, end in layout.cuts(PIECE):
-            self._wait(progress, end, layout)
+            self._wait(progress, end, ticket)
             layout.unpack(file[start:end], into, start)
 
-    def _wait(self, progress: Tensor, end: int, layout: Layout) -> None:
+    def _wait(self, progress: Tensor, end: int, ticket: Ticket) -> None:
         limit = time.monotonic() + self.config.weights.timeout_s
         while int(progress[0]) < end:
+            ticket.check_word()
             if time.monotonic() > limit:
                 waited = f"{self.config.weights.timeout_s:g} s"
                 raise SyncError(
-                    f"of version {layout.version} the trainer has copied {int(progress[0])} bytes in {waited}"
+                    f"of version {ticket.layout.version} the trainer has copied {int(progress[0])} bytes in {waited}"
                 )
             time.sleep(POLL_S)
 

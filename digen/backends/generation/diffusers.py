@@ -6,9 +6,14 @@ accumulates gradients when it has nothing to generate, with the trainer's own co
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import nn
+
 from digen.backends.accumulation import AccumulatingWorker
 from digen.config import GroupConfig
-from digen.types import Ref
+from digen.schedule.tsp import Width
+from digen.types import Ref, ScoredRollout, Stats
 
 
 class DiffusersGenerator(AccumulatingWorker):
@@ -18,10 +23,19 @@ class DiffusersGenerator(AccumulatingWorker):
     def placement(self) -> GroupConfig:
         return self.config.generator
 
-    def load(self) -> None:
-        super().load()
+    def _load_model(self) -> None:
+        super()._load_model()
         if self.config.schedule.generators_help:
             self.load_base()
+
+    def resting(self) -> Iterable[nn.Module | None]:
+        if not self.config.generator.offload_between_calls:
+            return ()
+        return self.model.transformer, self.base, self.decoder
+
+    def accumulate(self, scored: ScoredRollout, tsp: Width, denominator: float, last: bool) -> Stats:
+        with self.on_device():
+            return super().accumulate(scored, tsp, denominator, last)
 
     def hand_gradients(self) -> Ref:
         """Where the gradients are that this rank accumulated since it last handed some over; they are cleared here."""

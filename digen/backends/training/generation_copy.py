@@ -6,13 +6,12 @@ section 4 (the context switch of TAG).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from digen.backends.offload import Offloaded
 from digen.types import Version
 from digen.weights.state import trainable
 
@@ -20,8 +19,8 @@ from digen.weights.state import trainable
 class GenerationCopy:
     """A module in host memory, which is up to date with the weights of `version`; None: not yet."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.offloaded = module, Offloaded([module], device)
         self.version: Version | None = None
 
     @torch.no_grad()
@@ -33,19 +32,3 @@ class GenerationCopy:
         for name, whole in wholes:
             own[name].copy_(whole)
         self.version = version
-
-    @contextmanager
-    def loaded(self, device: torch.device) -> Iterator[nn.Module]:
-        """The copy on a device, whose memory is free again afterwards."""
-        if device.type == "cpu":
-            yield self.module
-            return
-        tensors = list(chain(self.module.parameters(), self.module.buffers()))
-        host = [tensor.data for tensor in tensors]
-        try:
-            for tensor, data in zip(tensors, host, strict=True):
-                tensor.data = data.to(device)
-            yield self.module
-        finally:
-            for tensor, data in zip(tensors, host, strict=True):
-                tensor.data = data
