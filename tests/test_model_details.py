@@ -159,6 +159,38 @@ def test_embedded_guidance_costs_one_forward_and_needs_no_negative_prompt(
         assert per_row == forwards
 
 
+# --- Z-Image ---
+
+
+def test_z_image_is_fed_what_is_left_of_the_noise_and_predicts_the_way_from_noise_to_data(
+    load: Callable[..., Any],
+) -> None:
+    model, sigma_N = load("tiny-z-image"), torch.tensor([0.9, 0.3])
+    raw: list[list[Tensor]] = []
+    with torch.no_grad():
+        handle = model.transformer.register_forward_hook(lambda module, args, output: raw.append([*args[1:2], *output]))
+        velocity = model.velocity(torch.zeros(2, *model.latent_shape), sigma_N, some_text(2))
+        handle.remove()
+    assert raw[0][0].tolist() == pytest.approx([0.1, 0.7])
+    assert torch.equal(velocity, -torch.stack(list(raw[0][1])).squeeze(2))
+    assert velocity.abs().max() > 0.01
+
+
+def test_z_image_counts_the_guidance_scale_from_one_and_its_pipeline_from_zero(load: Callable[..., Any]) -> None:
+    model = load("tiny-z-image")
+    cond, uncond = torch.full((1, 2), 3.0), torch.full((1, 2), 1.0)
+    assert torch.equal(model.combine(cond, uncond, 1.0), cond)
+    assert torch.equal(model.combine(cond, uncond, 5.0), cond + 4 * (cond - uncond))
+
+
+def test_z_images_levels_are_those_of_its_scheduler_at_every_size(load: Callable[..., Any]) -> None:
+    for steps in (1, 8, 50):
+        even = torch.linspace(1, 1 / steps, steps, dtype=torch.float64)
+        shifted = torch.cat([6 * even / (1 + 5 * even), torch.zeros(1, dtype=torch.float64)]).float()
+        for size in (64, 512):
+            torch.testing.assert_close(load("tiny-z-image", size).sigmas(steps), shifted, rtol=0, atol=1e-6)
+
+
 # --- guidance by two forwards ---
 
 

@@ -10,10 +10,13 @@ from digen.config import doubts
 from digen.presets import payload, resolve
 
 ALGORITHMS = ("flowgrpo", "dancegrpo")
-REAL = ("qwen-image", "flux1-dev", "sd3.5-medium", "sd3.5-large", "wan2.1-1.3b", "wan2.1-14b", "hunyuan-video")
+REAL = (
+    "qwen-image", "flux1-dev", "z-image", "sd3.5-medium", "sd3.5-large", "wan2.1-1.3b", "wan2.1-14b", "hunyuan-video",
+)  # fmt: skip
 TWINS = {
     "tiny-qwen-image": "qwen-image",
     "tiny-flux": "flux1-dev",
+    "tiny-z-image": "z-image",
     "tiny-sd3": "sd3.5-medium",
     "tiny-wan": "wan2.1-1.3b",
     "tiny-hunyuan-video": "hunyuan-video",
@@ -70,11 +73,12 @@ def test_the_numbers_of_the_recipes_are_in_the_presets() -> None:
     dance = {name: resolve("dancegrpo", name, None, [], {}) for name in REAL}
     prompts = {name: c.data.prompts_per_step * c.trainer.updates_per_rollout for name, c in flow.items()}
     assert prompts == {
-        "qwen-image": 32, "flux1-dev": 48, "sd3.5-medium": 48, "sd3.5-large": 48,
+        "qwen-image": 32, "flux1-dev": 48, "z-image": 48, "sd3.5-medium": 48, "sd3.5-large": 48,
         "wan2.1-1.3b": 32, "wan2.1-14b": 48, "hunyuan-video": 48,
     }  # fmt: skip
     assert flow["qwen-image"].algorithm.noise.level == 1.2
     assert flow["flux1-dev"].algorithm.noise.type == "cps"
+    assert {flow["z-image"].algorithm.steps.start(0, step, 0, 10) for step in range(40)} == {1, 2, 3}
     assert flow["sd3.5-medium"].algorithm.loss.kl == 0.04
     assert flow["wan2.1-1.3b"].algorithm.noise.type == "wan-sde"
     assert flow["wan2.1-1.3b"].trainer.learning_rate == 1e-4

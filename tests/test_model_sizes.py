@@ -62,6 +62,7 @@ PUBLISHED = (
         38 * 8 - 1,
         38,
     ),
+    Published("z-image", {}, 6.15, 34 * 4, 30 + 2 + 2),  # the defaults of its class
     Published("wan2.1-14b", {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}, 14.29, 40 * 8, 40),
     Published("wan2.1-1.3b", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}, 1.42, 30 * 8, 30),
     Published(

@@ -3,6 +3,7 @@
 A family's own details, each lost without a sound, are in `test_model_details.py`.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ class Case:
     recipe: str
     sizes: tuple[Size, ...]
     scale: str = "guidance_scale"
+    unguided: float = 1.0
+    """The scale that is off in the pipeline; digen's is 1."""
     has_negative: bool = True
     prepare: Callable[[Any], None] = field(default=lambda _: None)
 
@@ -46,7 +49,11 @@ class Case:
         height, width, frames = size
         video = {"num_frames": frames} if self.sizes is VIDEOS else {}
         negative = {"negative_prompt": ["blurry"] * len(texts)} if self.has_negative and guidance > 1 else {}
-        settings = {"num_inference_steps": STEPS, "max_sequence_length": TOKENS, self.scale: guidance}
+        settings = {
+            "num_inference_steps": STEPS,
+            "max_sequence_length": TOKENS,
+            self.scale: guidance - 1 + self.unguided,
+        }
         return {"prompt": list(texts), "height": height, "width": width, **settings, **video, **negative}
 
 
@@ -60,6 +67,7 @@ CASES = (
     Case("tiny-sd3", "sd3", IMAGES),
     Case("tiny-flux", "flux", IMAGES, has_negative=False),
     Case("tiny-qwen-image", "qwen_image", IMAGES, scale="true_cfg_scale"),
+    Case("tiny-z-image", "z_image", IMAGES, unguided=0.0),
     Case("tiny-wan", "wan", VIDEOS, prepare=first_order),
     Case("tiny-hunyuan-video", "hunyuan_video", VIDEOS, has_negative=False),
 )
@@ -109,6 +117,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     store = MemoryStore()
     generator = DiffusersGenerator({**payload(config), "reward": {}}, WorkerContext("g", 0, 1, "cpu", store))
     generator.load()
+    generator.model.load_encoders("cpu", torch.float32)
     pipe = generator.model.pipeline_class.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     case.prepare(pipe)
@@ -250,6 +259,32 @@ def test_the_blocks_are_all_that_repeats_and_adapters_bind_to_every_target(
     assert bound
     for target in model.lora_targets:
         assert any(n.endswith(f"{target}.lora_A") for n in bound), target
+
+
+def test_tiles_are_decoded_to_nearly_the_same_pixels_as_the_whole(family: Family) -> None:
+    """Random weights are the worst case: what a tile does not see matters more than with a trained decoder."""
+    height, width, frames = 128, 160, 5 if family.case.sizes is VIDEOS else 1
+    settings = {"height": height, "width": width, "num_frames": frames, "path": str(family.folder)}
+    calls: list[int] = []
+
+    def decoded(tiling: bool) -> torch.Tensor:
+        config = family.model.config.model_copy(update={**settings, "vae_tiling": tiling})
+        model = type(family.model)(config)
+        model.load("cpu", torch.float32, text_encoder=False, decoder=True)
+        for name in vars(model.pipeline.vae):  # smaller tiles than any that are of use
+            if re.fullmatch(r"tile_sample_(min|stride)_(size|height|width)", name):
+                setattr(model.pipeline.vae, name, 96 if "min" in name else 64)
+            elif name == "tile_latent_min_size":
+                setattr(model.pipeline.vae, name, 12)
+        calls.append(0)
+        model.pipeline.vae.decoder.register_forward_hook(lambda *_: calls.append(calls.pop() + 1))
+        latents = torch.randn(2, *model.latent_shape, generator=torch.Generator().manual_seed(0))
+        return torch.as_tensor(model.decode(latents)).float()
+
+    whole, tiled = decoded(tiling=False), decoded(tiling=True)
+    assert calls[1] > calls[0]
+    assert tiled.shape == whole.shape
+    assert 0 < (tiled - whole).abs().mean() < 0.4 * (whole - whole.flip(0)).abs().mean()
 
 
 def test_a_worker_that_neither_encodes_nor_decodes_loads_the_transformer_alone(family: Family) -> None:

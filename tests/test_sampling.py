@@ -131,6 +131,7 @@ def test_p40_guidance_counts_and_each_sample_has_the_text_of_its_own_prompt_in_e
     for guidance in (1.0, 4.0):
         config = make_config(f"sampling.eval_guidance={guidance}", "sampling.eval_num_steps=4")
         generator = make_worker(DiffusersGenerator, config)
+        generator.model.load_encoders("cpu", torch.float32)
         lengths = {len(generator.model.encode(text)["embeds"][0]) for text in TEXTS}
         assert len(lengths) == 2
         together, _ = generator.sampler.evaluate(texts, ids, seed=4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,29 +17,10 @@ from torch import Tensor
 from digen.algos.base import Algorithm, Transition
 from digen.algos.sde import clean, euler
 from digen.backends import noise
+from digen.backends.conditions import Conditions
 from digen.config import SamplingConfig
 from digen.models.base import Conditioning, ModelFamily, rows_of
 from digen.types import MicroBatch
-
-_CACHED_PROMPTS = 4096
-
-
-@dataclass(slots=True)
-class Conditions:
-    """Encodes each prompt once; the newest few thousand are kept on the CPU."""
-
-    model: ModelFamily
-    cache: dict[str, Conditioning] = field(default_factory=dict)
-
-    def of(self, prompts: Sequence[str]) -> Conditioning:
-        """Conditioning of these prompts, one row each."""
-        for prompt in prompts:
-            if prompt not in self.cache:
-                self.cache[prompt] = {k: v.cpu() for k, v in self.model.encode(prompt).items()}
-        batch = self.model.collate([self.cache[prompt] for prompt in prompts])
-        while len(self.cache) > _CACHED_PROMPTS:
-            self.cache.pop(next(iter(self.cache)))
-        return {name: tensor.to(self.model.device) for name, tensor in batch.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +48,8 @@ class Sampler:
         `prompt` (K,) int64 (row of the conditioning), `cond.*` and, with guidance, `negative.*` (P, ...); and the
         fields that the algorithm records.
         """
-        texts = [prompt.text for prompt in microbatch.prompts]
-        cond, negative = self.conditioning(texts, self.sampling.guidance)
+        texts, negatives = [p.text for p in microbatch.prompts], [p.negative for p in microbatch.prompts]
+        cond, negative = self.conditioning(texts, self.sampling.guidance, negatives)
         prompt_K = torch.tensor([row // microbatch.samples_per_prompt for row in rows], device=self.model.device)
         size = self.batch_size
         parts = [
@@ -82,12 +63,18 @@ class Sampler:
         tensors |= {f"negative.{name}": tensor for name, tensor in (negative or {}).items()}
         return tensors, media
 
-    def conditioning(self, texts: Sequence[str], guidance: float) -> tuple[Conditioning, Conditioning | None]:
-        """Conditioning of the prompts and, where guidance needs it, of the negative prompt, one row per prompt."""
+    def conditioning(
+        self, texts: Sequence[str], guidance: float, negatives: Sequence[str | None] | None = None
+    ) -> tuple[Conditioning, Conditioning | None]:
+        """Conditioning of the prompts and, where guidance needs it, of what it leads away from, one row per prompt.
+
+        `negatives`: the prompts' own; None: `sampling.negative_prompt`.
+        """
         cond = self.conditions.of(texts)
         if guidance == 1.0 or self.model.embeds_guidance:
             return cond, None
-        return cond, self.conditions.of([self.sampling.negative_prompt] * len(texts))
+        own = negatives or [None] * len(texts)
+        return cond, self.conditions.of([self.sampling.negative_prompt if text is None else text for text in own])
 
     def _denoise(
         self,
@@ -142,6 +129,8 @@ class Sampler:
         One pass for each trained level of a row, whichever that is: on all ranks the same number of passes.
         """
         algorithm, sigmas, columns = self.algorithm, self.model.sigmas(self.sampling.num_steps).to(x0.device), []
+        if algorithm.noise.draws_per_group:
+            identities = [(prompt_id, 0) for prompt_id, _ in identities]
         for index_K in trained_KT.nonzero()[:, 1].view(len(x0), -1).T.to(x0.device):
             at = Transition.at(sigmas, index_K, x0.ndim)
             who = zip(identities, index_K.tolist(), strict=True)
@@ -183,17 +172,25 @@ class Sampler:
         return v.to(x.dtype)
 
     @torch.no_grad()
-    def evaluate(self, texts: Sequence[str], prompt_ids: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+    def evaluate(
+        self,
+        texts: Sequence[str],
+        prompt_ids: Sequence[int],
+        seed: int,
+        negatives: Sequence[str | None] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """One sample per prompt without step noise: final latents (K, ...) and media (K, ...).
 
-        Uses `eval_num_steps` and `eval_guidance`; initial noise from (seed, evaluation, prompt id).
+        Uses `eval_num_steps` and `eval_guidance`; initial noise from (seed, evaluation, prompt id). `negatives` as of
+        `conditioning`.
         """
         num_steps, guidance = self.sampling.eval_num_steps, self.sampling.eval_guidance
         sigmas = self.model.sigmas(num_steps).to(self.model.device)
         latents, media = [], []
         size = self.batch_size
         for start in range(0, len(texts), size):
-            cond, negative = self.conditioning(texts[start : start + size], guidance)
+            own = negatives and negatives[start : start + size]
+            cond, negative = self.conditioning(texts[start : start + size], guidance, own)
             ids = [(prompt_id, 0) for prompt_id in prompt_ids[start : start + size]]
             x = noise.draw(seed, noise.EVALUATION, ids, noise.INITIAL, self.model.latent_shape)
             x = x.to(self.model.device, self.state_dtype)

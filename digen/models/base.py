@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from threading import RLock
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from digen.preflight import cached
 
 Conditioning = dict[str, Tensor]
 """What the transformer is conditioned on, batch first: one row per prompt, or per sample after `rows_of`."""
+LOADING: Final = RLock()
+"""The libraries patch torch while they load a model, which two threads of one process must not do at once."""
 
 
 def rows_of(conditioning: Conditioning, index_N: Tensor) -> Conditioning:
@@ -60,6 +63,12 @@ class ModelFamily(ABC):
     """Whether the hub asks for an accepted licence and a token before it hands out the weights."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Suffixes of the linear layers that adapters are put on by default."""
+    encoding_parts: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
+    """What the names of those parts begin with that `encode` needs."""
+    further_text_tokens: ClassVar[int] = 0
+    """Tokens that the text's embeddings have besides the `max_text_tokens` of the config."""
+    frame_rate: ClassVar[float] = 8.0
+    """Frames a second at which its videos are shown."""
     embeds_guidance: ClassVar[bool] = False
     """Whether the guidance scale is an input of the transformer (`conditioning["guidance"]`), at no second forward."""
 
@@ -73,7 +82,7 @@ class ModelFamily(ABC):
     empty: bool = False
     """Whether `load` leaves out the transformer's weights (`digen/models/skeleton.py`), which the worker then reads."""
     transformer: nn.Module
-    pipeline: Any
+    pipeline: Any = None
     """Encodes and decodes; its transformer is None, so that there is one owner of the weights that are trained."""
     scheduler: Any
 
@@ -94,23 +103,19 @@ class ModelFamily(ABC):
             raise ConfigError(f"model.path: {self.path} is no folder and not in the hub's cache")
         return str(found)
 
-    def load(self, device: str, dtype: torch.dtype, *, text_encoder: bool, decoder: bool) -> None:
-        """Load the transformer in `dtype` and, where wanted, what encodes prompts and what decodes latents."""
+    def load(
+        self, device: str, dtype: torch.dtype, *, text_encoder: bool, decoder: bool, tokenizer: bool = False
+    ) -> None:
+        """Load the transformer in `dtype` and, where wanted, what encodes prompts and what decodes latents.
+
+        tokenizer: load it even without the text encoder, for `num_cut`.
+        """
         quieten()
         self.device = torch.device(device)
         self.transformer = self._load_transformer(dtype).requires_grad_(False).eval()
-        wanted = {"text_encoder": text_encoder, "tokenizer": text_encoder, "vae": decoder}
+        wanted = {"text_encoder": text_encoder, "tokenizer": text_encoder or tokenizer, "vae": decoder}
         left_out = [name for name in self.folders if any(name.startswith(k) and not w for k, w in wanted.items())]
-        self.pipeline = self.pipeline_class.from_pretrained(
-            self.folder,
-            transformer=None,
-            **dict.fromkeys(left_out),
-            dtype={"default": dtype, "vae": self.vae_dtype or dtype},
-            local_files_only=True,
-        ).to(self.device)
-        for part in self.pipeline.components.values():
-            if isinstance(part, nn.Module):
-                part.requires_grad_(False).eval()
+        self.pipeline = self._load_pipeline(dtype, dict.fromkeys(left_out))
         if decoder and self.config.vae_tiling:
             self.pipeline.vae.enable_tiling()
         self.vae_config = self.part_config("vae")
@@ -119,6 +124,41 @@ class ModelFamily(ABC):
         if self.config.shift is not None:
             settings = self.static_shift(self.config.shift)
             self.scheduler = type(self.scheduler).from_config(self.scheduler.config, **settings)
+
+    def load_encoders(self, device: str, dtype: torch.dtype) -> None:
+        """Have on the device what `encode` needs; nothing else is loaded, and nothing twice."""
+        parts = [name for name in self.folders if name.startswith(self.encoding_parts)]
+        self.device = torch.device(device)
+        here = dict.fromkeys(self.folders) if self.pipeline is None else self.pipeline.components
+        if any(here[name] is None for name in parts):
+            quieten()
+            given = {name: part for name, part in here.items() if part is not None or name not in parts}
+            with LOADING:
+                self.pipeline = self._load_pipeline(dtype, given)
+        self._move_encoders(self.device)
+
+    def rest_encoders(self) -> None:
+        """Take the text encoders out of the device's memory into the host's: prompts come rarely."""
+        self._move_encoders(torch.device("cpu"))
+
+    def _move_encoders(self, device: torch.device) -> None:
+        here = {} if self.pipeline is None else self.pipeline.components
+        for name, part in here.items():
+            if name.startswith(self.encoding_parts) and isinstance(part, nn.Module):
+                part.to(device)
+
+    def _load_pipeline(self, dtype: torch.dtype, given: Mapping[str, Any]) -> Any:
+        """The pipeline with these parts (None: without), without a transformer; the others are loaded, frozen."""
+        pipeline = self.pipeline_class.from_pretrained(
+            self.folder,
+            **{**given, "transformer": None},
+            dtype={"default": dtype, "vae": self.vae_dtype or dtype},
+            local_files_only=True,
+        ).to(self.device)
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        return pipeline
 
     def _load_transformer(self, dtype: torch.dtype) -> nn.Module:
         if self.empty:

@@ -14,11 +14,12 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from digen.models.base import Conditioning, ModelFamily, to_uint8
+from digen.models.base import Conditioning
+from digen.models.layouts import KLImages, Packed
 from digen.models.tiny import Tiny
 
 
-class Flux(ModelFamily):
+class Flux(KLImages, Packed):
     """FLUX.1-dev, 12 billion parameters, guidance embedded (diffusers FluxPipeline)."""
 
     default_path = "black-forest-labs/FLUX.1-dev"
@@ -32,20 +33,6 @@ class Flux(ModelFamily):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
-
-    @property
-    def downscale(self) -> int:
-        """Pixels per latent pixel."""
-        return int(2 ** (len(self.vae_config["block_out_channels"]) - 1))
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Height and width in tokens."""
-        return self.config.height // (2 * self.downscale), self.config.width // (2 * self.downscale)
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        return (self.grid[0] * self.grid[1], self.transformer_config["in_channels"])
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         return [
@@ -88,14 +75,11 @@ class Flux(ModelFamily):
         )
         return output[0]
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
         unpacked = FluxPipeline._unpack_latents(  # noqa: SLF001 - the layout is the pipeline's own
             latents, self.config.height, self.config.width, self.downscale
-        ).to(vae.dtype)
-        scaled = unpacked / vae.config.scaling_factor + vae.config.shift_factor
-        return to_uint8(vae.decode(scaled, return_dict=False)[0])
+        )
+        return self.decode_images(unpacked)
 
 
 class TinyFlux(Tiny, Flux):

@@ -14,15 +14,17 @@ from diffusers import HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from torch import Tensor, nn
 
-from digen.models.base import Conditioning, ModelFamily, to_uint8
+from digen.models.base import Conditioning
+from digen.models.layouts import Videos
 from digen.models.tiny import Tiny
 
 
-class HunyuanVideo(ModelFamily):
+class HunyuanVideo(Videos):
     """HunyuanVideo text-to-video, 13 billion parameters, guidance embedded (diffusers HunyuanVideoPipeline)."""
 
     default_path = "hunyuanvideo-community/HunyuanVideo"
     folders = ("scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae")
+    frame_rate = 24.0
     embeds_guidance = True
     pipeline_class = HunyuanVideoPipeline
     transformer_class = HunyuanVideoTransformer3DModel
@@ -32,15 +34,8 @@ class HunyuanVideo(ModelFamily):
     )  # fmt: skip
 
     @property
-    def latent_shape(self) -> tuple[int, ...]:
-        space, time = self.vae_config["spatial_compression_ratio"], self.vae_config["temporal_compression_ratio"]
-        frames = (self.config.num_frames - 1) // time + 1
-        return (
-            self.transformer_config["in_channels"],
-            frames,
-            self.config.height // space,
-            self.config.width // space,
-        )
+    def strides(self) -> tuple[int, int]:
+        return self.vae_config["temporal_compression_ratio"], self.vae_config["spatial_compression_ratio"]
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         """Those of the text refiner too."""
@@ -83,12 +78,9 @@ class HunyuanVideo(ModelFamily):
         )
         return output[0]
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """One video at a time: the decoder's memory grows with what it is given."""
         vae = self.pipeline.vae
-        scaled = latents.to(vae.dtype) / vae.config.scaling_factor
-        return torch.cat([to_uint8(vae.decode(one, return_dict=False)[0]) for one in torch.split(scaled, 1)])
+        return self.decode_videos(latents.to(vae.dtype) / vae.config.scaling_factor)
 
 
 class TinyHunyuanVideo(Tiny, HunyuanVideo):

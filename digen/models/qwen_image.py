@@ -12,14 +12,15 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import Tensor, nn
 
-from digen.models.base import Conditioning, ModelFamily, to_uint8
+from digen.models.base import Conditioning, to_uint8
+from digen.models.layouts import Packed
 from digen.models.tiny import Tiny
 
 _TEXT_LIMIT = 1024
 """Tokens that the pipeline's tokenizer keeps, whatever is asked for."""
 
 
-class QwenImage(ModelFamily):
+class QwenImage(Packed):
     """Qwen-Image: MMDiT with true classifier-free guidance and norm rescaling (diffusers QwenImagePipeline)."""
 
     default_path = "Qwen/Qwen-Image"
@@ -35,15 +36,6 @@ class QwenImage(ModelFamily):
     def downscale(self) -> int:
         """Pixels per latent pixel."""
         return int(2 ** len(self.vae_config["temperal_downsample"]))
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Height and width in tokens."""
-        return self.config.height // (2 * self.downscale), self.config.width // (2 * self.downscale)
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        return (self.grid[0] * self.grid[1], self.transformer_config["in_channels"])
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         return list(cast("nn.ModuleList", transformer.transformer_blocks))

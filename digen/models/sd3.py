@@ -14,11 +14,12 @@ import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor, nn
 
-from digen.models.base import Conditioning, ModelFamily, to_uint8
+from digen.models.base import Conditioning
+from digen.models.layouts import KLImages
 from digen.models.tiny import Tiny
 
 
-class SD3(ModelFamily):
+class SD3(KLImages):
     """Stable Diffusion 3.5: MMDiT with classifier-free guidance (diffusers StableDiffusion3Pipeline)."""
 
     folders = (
@@ -26,17 +27,13 @@ class SD3(ModelFamily):
         "tokenizer", "tokenizer_2", "tokenizer_3", "transformer", "vae",
     )  # fmt: skip
     gated = True
+    further_text_tokens = 77  # CLIP's, before T5's
     pipeline_class = StableDiffusion3Pipeline
     transformer_class = SD3Transformer2DModel
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
-
-    @property
-    def downscale(self) -> int:
-        """Pixels per latent pixel."""
-        return int(2 ** (len(self.vae_config["block_out_channels"]) - 1))
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -79,11 +76,8 @@ class SD3(ModelFamily):
         )
         return output[0]
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        return to_uint8(vae.decode(scaled, return_dict=False)[0])
+        return self.decode_images(latents)
 
 
 class SD35Medium(SD3):

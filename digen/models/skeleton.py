@@ -6,7 +6,9 @@ file, are those that diffusers' `from_pretrained` gives. So each rank reads its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -18,7 +20,11 @@ from digen.errors import ConfigError
 
 def skeleton(kind: type[ModelMixin], path: str, subfolder: str, dtype: torch.dtype) -> nn.Module:
     """A diffusers model of a folder or hub id, as `from_pretrained(torch_dtype=dtype)` makes it but for the weights."""
-    config = kind.load_config(path, subfolder=subfolder, local_files_only=True)
+    return without_weights(kind, kind.load_config(path, subfolder=subfolder, local_files_only=True), dtype)
+
+
+def without_weights(kind: type[ModelMixin], config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+    """The same of a configuration that is known already."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

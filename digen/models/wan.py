@@ -15,16 +15,18 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor, nn
 
-from digen.models.base import Conditioning, ModelFamily, to_uint8
+from digen.models.base import Conditioning
+from digen.models.layouts import Videos
 from digen.models.tiny import Tiny
 
 
-class Wan(ModelFamily):
+class Wan(Videos):
     """Wan2.1 text-to-video with classifier-free guidance (diffusers WanPipeline)."""
 
     folders = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
     pipeline_class = WanPipeline
     transformer_class = WanTransformer3DModel
+    frame_rate = 16.0
     vae_dtype = torch.float32  # bfloat16 shows in the video
     lora_targets = (
         "attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0",
@@ -35,15 +37,8 @@ class Wan(ModelFamily):
         return {"flow_shift": shift}
 
     @property
-    def latent_shape(self) -> tuple[int, ...]:
-        space, time = self.vae_config["scale_factor_spatial"], self.vae_config["scale_factor_temporal"]
-        frames = (self.config.num_frames - 1) // time + 1
-        return (
-            self.transformer_config["in_channels"],
-            frames,
-            self.config.height // space,
-            self.config.width // space,
-        )
+    def strides(self) -> tuple[int, int]:
+        return self.vae_config["scale_factor_temporal"], self.vae_config["scale_factor_spatial"]
 
     def blocks(self, transformer: nn.Module) -> Sequence[nn.Module]:
         return list(cast("nn.ModuleList", transformer.blocks))
@@ -76,15 +71,12 @@ class Wan(ModelFamily):
         )
         return output[0]
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """One video at a time: the decoder's memory grows with what it is given."""
         vae = self.pipeline.vae
         shape = (1, vae.config.z_dim, 1, 1, 1)
         z = latents.to(vae.dtype)
         mean, std = (z.new_tensor(values).view(shape) for values in (vae.config.latents_mean, vae.config.latents_std))
-        scaled = z / (1 / std) + mean
-        return torch.cat([to_uint8(vae.decode(one, return_dict=False)[0]) for one in torch.split(scaled, 1)])
+        return self.decode_videos(z / (1 / std) + mean)
 
 
 class Wan1B(Wan):

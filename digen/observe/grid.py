@@ -91,20 +91,21 @@ def _pairs(samples: Pixels, captions: Sequence[str]) -> list[tuple[Pixels, str]]
 def _shown(sample: Pixels, scale: int | None) -> Image.Image:
     """An image, or a video's frames in a row, at the size at which it is shown."""
     if sample.ndim == 3:
-        return _sized(Image.fromarray(sample), scale)
+        return sized(Image.fromarray(sample), scale)
     chosen = np.unique(np.linspace(0, len(sample) - 1, min(FRAMES, len(sample))).round().astype(int))
-    frames = [_sized(Image.fromarray(sample[frame]), scale) for frame in chosen]
+    frames = [sized(Image.fromarray(sample[frame]), scale) for frame in chosen]
     strip = Image.new("RGB", (sum(f.width for f in frames) + 2 * (len(frames) - 1), frames[0].height), PAPER)
     for index, frame in enumerate(frames):
         strip.paste(frame, (index * (frame.width + 2), 0))
     return strip
 
 
-def _sized(image: Image.Image, scale: int | None) -> Image.Image:
+def sized(image: Image.Image, scale: int | None, largest: int = LARGEST) -> Image.Image:
+    """An image `scale` times as large, or (None) with its longest edge brought between 144 pixels and `largest`."""
     longest = max(image.size)
-    if scale is None and longest > LARGEST:
+    if scale is None and longest > largest:
         return image.resize(
-            (max(1, image.width * LARGEST // longest), max(1, image.height * LARGEST // longest)),
+            (max(1, image.width * largest // longest), max(1, image.height * largest // longest)),
             Image.Resampling.LANCZOS,
         )
     factor = math.ceil(SMALLEST / longest) if scale is None else scale
