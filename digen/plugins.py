@@ -45,6 +45,8 @@ class Plugin(NamedTuple):
     """First line of its docstring; empty when the source cannot be read."""
     source: str
     """Distribution that it comes from, e.g. `digen`."""
+    problem: str = ""
+    """Why it cannot be used here; empty where nothing is known against it."""
 
 
 def find(kind: Kind, name: str) -> object:
@@ -57,17 +59,19 @@ def target(kind: Kind, name: str) -> str:
 
     Raises PluginError when the name is unknown, the file, module or attribute is missing, or an extra is not installed.
     """
-    found: EntryPoint | None = None
-    where = name
-    if ":" not in name:
-        found = _installed(kind, name)
-        where = _where(found)
+    if ":" in name:
+        return _checked(kind, name, name, _digen())
+    found = _installed(kind, name)
+    return _checked(kind, name, _where(found), found.dist)
+
+
+def _checked(kind: Kind, name: str, where: str, dist: Distribution | None) -> str:
     location, _, attribute = where.rpartition(":")
     if location.endswith(".py"):
         location = str(Path(location).expanduser().absolute())
     tree = _parse(location, f"{_singular(kind)} {name!r}")
     _check_attribute(tree, location, attribute, _singular(kind))
-    _check_extras(tree, found.dist if found else _digen(), f"{_singular(kind)} {name!r}")
+    _check_extras(tree, dist, f"{_singular(kind)} {name!r}")
     return f"{location}:{attribute}"
 
 
@@ -78,6 +82,10 @@ def load(where: str) -> object:
         module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     except ImportError as error:
         raise PluginError(f"{where} cannot be imported: {error}{_install_hint(error)}") from error
+    except PluginError:
+        raise
+    except Exception as error:  # a plugin's own code, which may raise anything while it is imported
+        raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
     value: object = module
     for part in attribute.split("."):
         if not hasattr(value, part):
@@ -117,11 +125,24 @@ def attribute(kind: Kind, name: str, key: str) -> object | None:
 
 
 def available(kind: Kind) -> list[Plugin]:
-    """The installed plugins of a kind, by name. Imports none of them."""
+    """The installed plugins of a kind, by name; a broken one with what is wrong with it. Imports none of them."""
     return [
-        Plugin(found.name, _summary(found), found.dist.name if found.dist else "unknown")
-        for found in sorted(_group(kind), key=lambda e: e.name)
+        Plugin(found.name, _summary(found), _source_of(found), _problem(kind, found))
+        for found in sorted(_group(kind), key=lambda e: (e.name, _source_of(e)))
     ]
+
+
+def _problem(kind: Kind, found: EntryPoint) -> str:
+    try:
+        _checked(kind, found.name, _where(found), found.dist)
+        _installed(kind, found.name)
+    except PluginError as error:
+        return str(error)
+    return ""
+
+
+def _source_of(found: EntryPoint) -> str:
+    return found.dist.name if found.dist else "unknown"
 
 
 def _singular(kind: Kind) -> str:
@@ -145,7 +166,11 @@ def _installed(kind: Kind, name: str) -> EntryPoint:
     group = _group(kind)
     if name not in group.names:
         raise PluginError(one_of(_singular(kind), name, [*group.names, "path/to/file.py:Name"]))
-    return group[name]
+    offers = {_where(found): found for found in group.select(name=name)}
+    if len(offers) > 1:
+        shown = " and ".join(f"{_source_of(found)} ({where})" for where, found in sorted(offers.items()))
+        raise PluginError(f"{_singular(kind)} {name!r} is offered by {shown}; ask for one by what is in brackets")
+    return next(iter(offers.values()))
 
 
 def _where(found: EntryPoint) -> str:
@@ -201,6 +226,8 @@ def _parse(location: str, what: str) -> ast.Module:
             return ast.parse(source, str(path))
     except SyntaxError as error:
         raise PluginError(f"{what}: {path}:{error.lineno}: {error.msg}") from error
+    except ValueError as error:  # a NUL byte
+        raise PluginError(f"{what}: {path}: {error}") from error
 
 
 def _top_level(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:

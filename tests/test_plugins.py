@@ -4,12 +4,15 @@ import subprocess
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from digen import plugins
 from digen.algos.flowgrpo import FlowGRPO
+from digen.config import RunConfig
 from digen.errors import ConfigError, PluginError
+from digen.presets import resolve
 
 
 @pytest.fixture
@@ -149,3 +152,45 @@ def test_every_optional_dependency_of_the_project_maps_to_an_extra() -> None:
     assert extras["rapidocr"] == "ocr"
     assert extras["vllm_omni"] == "vllm"
     assert "pytest" not in extras
+
+
+# --- every kind goes through the same door ---
+
+PROMPTS = Path(__file__).parent / "prompts" / "simple_animals.txt"
+SETTINGS = ("steps=1", "data.prompts_per_step=2", "schedule.assist=none", f"data.prompts={PROMPTS}")
+OWN = {
+    "models": ("digen.models.glyph:Glyph", "model.name"),
+    "generators": ("digen.backends.generation.diffusers:DiffusersGenerator", "generator.backend"),
+    "trainers": ("digen.backends.training.local:LocalTrainer", "trainer.backend"),
+    "engines": ("digen.engines.process:ProcessEngine", "engine.name"),
+    "transports": ("digen.weights.shared_memory:SharedMemoryTransport", "weights.transport"),
+    "policies": ("digen.schedule.bts:Bts", "schedule.tag"),
+    "rewards": ("digen.rewards.jpeg:JpegCompressibility", "reward"),
+    "algorithms": ("digen.algos.flowgrpo:FlowGRPO", ""),
+}
+
+
+def test_every_kind_is_tried_here() -> None:
+    assert set(OWN) == set(plugins.KINDS)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_plugin_of_any_kind_may_be_a_file_and_a_wrong_one_is_refused_before_anything_is_loaded(
+    kind: plugins.Kind, tmp_path: Path
+) -> None:
+    built_in, key = OWN[kind]
+    module, _, name = built_in.partition(":")
+    path = tmp_path / "mine.py"
+    path.write_text(f"from {module} import {name}\n\n\nclass Mine({name}):\n    pass\n")
+
+    def resolved(word: str) -> RunConfig[Any]:
+        setting = f'reward={{"{word}": {{}}}}' if key == "reward" else f"{key}={word}"
+        return resolve(word if not key else "flowgrpo", None, None, [*SETTINGS, *([setting] if key else [])], {})
+
+    config = resolved(f"{path}:Mine")
+    assert config.data.prompts_per_step == 2
+    found = plugins.find(kind, f"{path}:Mine")
+    assert isinstance(found, type)
+    assert found.__mro__[1].__qualname__ == name
+    with pytest.raises(ConfigError, match=r"Did you mean 'Mine'"):
+        resolved(f"{path}:Mein")

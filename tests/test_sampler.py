@@ -84,7 +84,7 @@ def test_repeated_texts_are_separate_prompts() -> None:
 
 
 def test_fewer_prompts_than_a_step_takes_are_refused_with_both_numbers() -> None:
-    with pytest.raises(DataError, match=r"prompts_per_step is 8, but there are only 3 prompts; allowed: 1 to 3"):
+    with pytest.raises(DataError, match=r"prompts_per_step: got 8; allowed: 1 to 3, the number of prompts"):
         StepPrompts(prompts(3), 8, shuffle=True, seed=0)
 
 

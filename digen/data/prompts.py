@@ -15,6 +15,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from digen.data import columns
+from digen.data.rows import NEGATIVE, Row, prompt_of
 from digen.errors import DataError, one_of
 from digen.types import Prompt
 
@@ -27,17 +29,17 @@ BYTE_ORDER_MARKS = {  # the longer ones first: UTF-32 begins like UTF-16
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 
-Row = dict[str, object]
 Rows = Iterator[tuple[int, Row | str]]
-"""(line number from 1, fields of the row or what is wrong with it)."""
+"""(line or row number from 1, fields of the row or what is wrong with it)."""
 
 
-def load_prompts(path: str | Path, column: str = "prompt") -> list[Prompt]:
-    """The prompts of a UTF-8 file, in its order, each row its own prompt even where the text repeats.
+def load_prompts(path: str | Path, column: str = "prompt", first_id: int = 0) -> list[Prompt]:
+    """The prompts of a source, in its order, each row its own prompt even where the text repeats.
 
-    `.txt`: one a line. `.jsonl`: one object a line, prompt under `column`. `.tsv` (no quoting), `.csv` (quoted fields):
-    a header line, prompt in `column`. Everything else of a row is its metadata; a key that a row lacks stays missing.
-    Outer white space goes, blank lines are skipped. Lines end at LF, CRLF or CR only. Raises DataError.
+    UTF-8 files. `.txt`: one a line. `.jsonl`: one object a line, prompt under `column`. `.tsv` (no quoting), `.csv`
+    (quoted fields): a header line, prompt in `column`. With pyarrow `.parquet`, `.arrow` and folders of them or of a
+    saved Hugging Face data set. Everything else of a row is its metadata (`rows.py`); a key that a row lacks stays
+    missing. Outer white space goes, blank lines are skipped. Lines end at LF, CRLF or CR only. Raises DataError.
     """
     path = Path(path)
     readers: dict[str, Callable[[str], Rows]] = {
@@ -46,43 +48,32 @@ def load_prompts(path: str | Path, column: str = "prompt") -> list[Prompt]:
         ".tsv": lambda text: _table(_tsv(text), column),
         ".csv": lambda text: _table(_csv(text), column),
     }
-    if path.suffix.lower() not in readers:
-        raise DataError(one_of(f"{path}: file name's ending", path.suffix, readers))
+    ending = path.suffix.lower()
     try:
-        return _collect(readers[path.suffix.lower()](_decoded(path)), column)
+        if ending in readers:
+            return _collect("line", readers[ending](_decoded(path)), column, first_id)
+        if ending in columns.ENDINGS or path.is_dir():
+            return _collect("row", columns.rows(path, column), column, first_id)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error.__cause__
+    raise DataError(one_of(f"{path}: file name's ending", path.suffix, [*readers, *columns.ENDINGS]))
 
 
-def _collect(rows: Rows, column: str) -> list[Prompt]:
+def _collect(unit: str, rows: Rows, column: str, first_id: int) -> list[Prompt]:
     prompts: list[Prompt] = []
     problems: list[str] = []
-    for line, row in rows:
-        problem = row if isinstance(row, str) else _problem(row, column)
-        if problem:
-            problems.append(f"line {line}: {problem}")
-        elif isinstance(row, dict):
-            text = str(row[column]).strip()
-            prompts.append(Prompt(len(prompts), text, {key: row[key] for key in row if key != column}))
+    for number, row in rows:
+        made = row if isinstance(row, str) else prompt_of(row, column, first_id + len(prompts))
+        if isinstance(made, str):
+            problems.append(f"{unit} {number}: {made}")
+        else:
+            prompts.append(made)
     if problems:
         more = [f"and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
         raise DataError("; ".join(problems[:SHOWN_PROBLEMS] + more))
     if not prompts:
         raise DataError("no prompts in this file")
     return prompts
-
-
-def _problem(row: Row, column: str) -> str | None:
-    if column not in row:
-        return one_of(f"no key {column!r}; data.column", column, row)
-    text = row[column]
-    if not isinstance(text, str):
-        return f"{column!r} must be a text; got {json.dumps(text)}"
-    if not text.strip():
-        return f"{column!r} is empty"
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        return f"{column!r} has a NUL or half a surrogate pair; no text can"
-    return None
 
 
 # --- Bytes to text ---
@@ -161,4 +152,5 @@ def _table(rows: Iterable[tuple[int, list[str]]], column: str) -> Rows:
         elif len(fields) > len(header):
             yield number, f"{len(fields)} fields, but the header names {len(header)} columns"
         else:
-            yield number, dict(zip(header, fields, strict=False))
+            row = dict(zip(header, fields, strict=False))
+            yield number, row if row.get(NEGATIVE) else {key: row[key] for key in row if key != NEGATIVE}

@@ -1,7 +1,7 @@
 """Which prompts a global step takes.
 
 Invariant: a pure function of (seed, step), so that a resumed run needs no state and any number of workers agree; within
-an epoch no prompt comes twice; every step has exactly `prompts_per_step` different rows of the prompt file.
+an epoch of its source no prompt comes twice; every step has exactly `prompts_per_step` different rows.
 """
 
 from __future__ import annotations
@@ -21,29 +21,44 @@ class StepPrompts:
     """The prompts of every global step, steps counted from 0.
 
     With `shuffle` every epoch has its own order. What does not fill a step sits out that epoch: 10 prompts, 4 a step,
-    are 2 steps an epoch. Raises DataError when there are fewer prompts than one step takes.
+    are 2 steps an epoch. Several sources have epochs of their own, and are spread evenly over a step, so that no part
+    of it (its first micro-batches, which may be stale) is of one source alone. Raises DataError when there are fewer
+    prompts than one step takes.
     """
 
     prompts: Sequence[Prompt]
     prompts_per_step: int
     shuffle: bool
     seed: int
+    sources: tuple[tuple[int, int], ...] = ()
+    """(its prompts, of which so many in a step) of each source, in the order of `prompts`; empty: they are one."""
 
     def __post_init__(self) -> None:
         if self.prompts_per_step > len(self.prompts):
             raise DataError(
-                f"data.prompts_per_step is {self.prompts_per_step}, but there are only {len(self.prompts)} prompts; "
-                f"allowed: 1 to {len(self.prompts)}"
+                f"data.prompts_per_step: got {self.prompts_per_step}; allowed: 1 to {len(self.prompts)}, "
+                "the number of prompts"
             )
 
     @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """`sources`, or the one that there is."""
+        return self.sources or ((len(self.prompts), self.prompts_per_step),)
+
+    @property
     def steps_per_epoch(self) -> int:
-        return len(self.prompts) // self.prompts_per_step
+        """Global steps until every source was passed once."""
+        return max(count // per_step for count, per_step in self.parts)
 
     def __call__(self, step: int) -> tuple[Prompt, ...]:
-        epoch, place = divmod(step, self.steps_per_epoch)
-        rows = self._order(epoch)[place * self.prompts_per_step :][: self.prompts_per_step]
-        return tuple(self.prompts[row] for row in rows)
+        placed: list[tuple[float, int, Prompt]] = []
+        first = 0
+        for source, (count, per_step) in enumerate(self.parts):
+            epoch, place = divmod(step, count // per_step)
+            rows = self._order(source, count, epoch)[place * per_step :][:per_step]
+            placed += [((k + 0.5) / per_step, source, self.prompts[first + row]) for k, row in enumerate(rows)]
+            first += count
+        return tuple(prompt for *_, prompt in sorted(placed, key=lambda at: at[:2]))
 
     def num_steps(self, steps: int | None, epochs: int | None, per_rollout: int = 1) -> int:
         """Global steps of a run that ends at whichever limit comes first, in whole rollouts of `per_rollout` steps.
@@ -56,11 +71,11 @@ class StepPrompts:
             raise DataError(f"{limit} global steps are less than one rollout of {per_rollout} (updates_per_rollout)")
         return limit - limit % per_rollout
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, source: int, count: int, epoch: int) -> list[int]:
         if not self.shuffle:
-            return list(range(len(self.prompts)))
-        digest = sha256(f"digen prompts {self.seed} {epoch}".encode()).digest()
+            return list(range(count))
+        digest = sha256(f"digen prompts {self.seed} {epoch}{f' {source}' if source else ''}".encode()).digest()
         # NumPy promises the raw words of a bit generator for ever, but not what permutation() makes of them.
-        words = np.random.PCG64(int.from_bytes(digest, "big")).random_raw(len(self.prompts))
+        words = np.random.PCG64(int.from_bytes(digest, "big")).random_raw(count)
         order: list[int] = np.argsort(words, kind="stable").tolist()
         return order
