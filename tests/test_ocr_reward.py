@@ -71,7 +71,7 @@ def glyphs() -> NDArray[np.uint8]:
 # --- targets ---
 
 
-def test_the_target_of_every_line_of_a_real_prompt_file_is_what_stands_between_its_quotes() -> None:
+def test_p48_the_target_of_every_line_of_a_real_prompt_file_is_what_stands_between_its_quotes() -> None:
     prompts = [prompt.text for prompt in load_prompts(FILES / "ocr_test.txt")]
     targets = [prompt.split('"')[1] for prompt in prompts]
     assert [target_of(prompt, {}) for prompt in prompts] == targets
@@ -79,7 +79,7 @@ def test_the_target_of_every_line_of_a_real_prompt_file_is_what_stands_between_i
     assert Scripted(*[""] * 1018).score(*prompts) == [0.0] * 1018
 
 
-def test_the_target_of_prompts_with_odd_quotes_is_as_documented() -> None:
+def test_p48_the_target_of_prompts_with_odd_quotes_is_as_documented() -> None:
     prompts = load_prompts(FILES / "edge" / "ocr_quotes.txt")
     assert [target_of(p.text, p.metadata) for p in prompts] == ["OPEN", "Grand Sale", None, None, None, "FIRST", None]
 
@@ -138,6 +138,46 @@ def test_edit_distances_by_hand(a: str, b: str, distance: int) -> None:
 )
 def test_scores_by_hand(read: str, target: str, score: float) -> None:
     assert text_score(read, target) == score
+
+
+CASES = {
+    "quotes missing": ("a wall", {}, ["anything"], None),
+    "quotes missing, target in the metadata": ("a wall", {"target": "WALL"}, ["wall"], 1.0),
+    "a quote left open": ('a sign "OPEN', {}, ["OPEN"], None),
+    "single quotes": ("a sign 'OPEN'", {}, ["OPEN"], None),
+    "empty target": ('a mug ""', {}, [""], None),
+    "blank target": ('a mug " \t "', {}, [" "], None),
+    "curly quotes": ("a sign “OPEN”", {}, ["open"], 1.0),
+    "case": ('a sign "Open Late"', {}, ["oPEN lATE"], 1.0),
+    "case of another script": ('a sign "ΣΟΦΙΑ"', {}, ["σοφια"], 1.0),
+    "spaces in the picture": ('a sign "OPEN"', {}, ["O P  E\tN"], 1.0),
+    "spaces in the target": ('a sign "O P E N"', {}, ["OPEN"], 1.0),
+    "composed and decomposed": ('a sign "CAFÉ"', {}, ["Cafe\u0301"], 1.0),
+    "an accent too few": ('a sign "CAFÉ"', {}, ["cafe"], 0.75),
+    "another script": ('a sign "営業中"', {}, ["営業巾"], 2 / 3),
+    "beyond the basic plane": ('a sign "A🎉B"', {}, ["A🎉C"], 2 / 3),
+    "target longer than what is read": ('a sign "OPEN LATE"', {}, ["OPEN"], 0.5),
+    "target shorter than what is read": ('a sign "OPEN"', {}, ["WE ARE OPEN"], 1.0),
+    "other text, far longer": ('a sign "OPEN"', {}, ["closed until further notice"], 0.0),
+    "several lines in the picture": ('a sign "GRAND SALE"', {}, ["GRAND\nSALE"], 1.0),
+    "several lines in the target": ('a sign "GRAND\nSALE"', {}, ["grand sale"], 1.0),
+    "several quoted texts": ('a "FIRST" and a "SECOND"', {}, ["first"], 1.0),
+    "nothing read": ('a sign "OPEN"', {}, [""], 0.0),
+}
+"""What is in the prompt, in its metadata and in the picture; the score, None where there is none."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_p48_scores_of_odd_prompts_and_pictures(case: str) -> None:
+    prompt, metadata, texts, expected = CASES[case]
+    (found,) = Scripted(*texts).score(prompt, metadata=metadata)
+    assert math.isnan(found) if expected is None else found == pytest.approx(expected)
+
+
+def test_one_good_frame_among_bad_ones_scores_low_unless_the_rule_of_flow_grpo_is_asked_for() -> None:
+    frames = ["OPEN", *["zzzz"] * 7]
+    assert Scripted(*frames, frame_stride=1).score('a "OPEN"', frames=8) == [1 / 8]
+    assert Scripted(*frames, frame_stride=1, video="flow_grpo").score('a "OPEN"', frames=8) == [1.0]
 
 
 def test_without_the_substring_rule_text_around_the_target_costs() -> None:

@@ -59,7 +59,7 @@ def scores(rewards: RewardSet) -> list[float]:
 @pytest.mark.parametrize(
     ("weights", "expected"), [((0.7, 0.3), (0.7 * 0.5 + 0.3 * 10, 0.7 * 0.25 - 0.3 * 2)), ((1, -0.5), (-4.5, 1.25))]
 )
-def test_the_total_is_the_weighted_sum_of_the_raw_values(
+def test_p50_the_total_is_the_weighted_sum_of_the_raw_values(
     weights: tuple[float, float], expected: tuple[float, float]
 ) -> None:
     terms = {"easy": RewardTerm(weight=weights[0]), "hard": RewardTerm(weight=weights[1])}
@@ -86,7 +86,7 @@ def test_a_set_scores_every_reward_by_its_name() -> None:
 # --- what a reward is given ---
 
 
-def test_media_are_read_only_uint8_rgb_and_prompts_and_metadata_come_along(write: Write) -> None:
+def test_p54_media_are_read_only_uint8_rgb_and_prompts_and_metadata_come_along(write: Write) -> None:
     body = (
         "assert media.dtype == np.uint8 and media.shape == (4, 8, 8, 3) and not media.flags.writeable; "
         "assert type(prompts) is list and prompts[2] == 'prompt 2' and metadata[3] == {'row': 3}; "
@@ -96,13 +96,13 @@ def test_media_are_read_only_uint8_rgb_and_prompts_and_metadata_come_along(write
     assert IMAGES.flags.writeable
 
 
-def test_a_video_has_one_more_axis(write: Write) -> None:
+def test_p54_a_video_has_one_more_axis(write: Write) -> None:
     rewards = loaded(write("assert media.shape == (4, 2, 8, 8, 3); return [1.0] * 4"))
     (values,) = rewards.score(np.stack([IMAGES, IMAGES], 1), PROMPTS, METADATA).values()
     assert values == (1.0,) * 4
 
 
-def test_black_white_and_grey_arrive_as_0_255_and_128(write: Write) -> None:
+def test_p54_black_white_and_grey_arrive_as_0_255_and_128(write: Write) -> None:
     media = np.stack([np.full((8, 8, 3), value, np.uint8) for value in (0, 255, 128)])
     (values,) = loaded(write("return media.reshape(3, -1).mean(1)")).score(media, ["p"] * 3, [{}] * 3).values()
     assert values == (0.0, 255.0, 128.0)
@@ -124,7 +124,7 @@ def test_samples_prompts_and_metadata_must_be_as_many() -> None:
 # --- what becomes of a failed one ---
 
 
-def test_nan_none_and_infinity_fail_alone_and_are_logged_with_the_sample(
+def test_p51_nan_none_and_infinity_fail_alone_and_are_logged_with_the_sample(
     write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = scores(loaded(write("return [1.0, None, math.inf, math.nan]")))
@@ -172,7 +172,7 @@ def test_after_a_stuck_call_ends_the_reward_answers_again(write: Write) -> None:
     assert values == (7.0,) * 4
 
 
-def test_calls_that_wait_behind_a_stuck_one_do_not_pile_up(write: Write, tmp_path: Path) -> None:
+def test_p53_calls_that_wait_behind_a_stuck_one_do_not_pile_up(write: Write, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)  # whoever opens it to read waits until somebody writes
     name = write(f"open({str(gate)!r}).close(); return [7.0] * 4")
@@ -190,7 +190,7 @@ def test_calls_that_wait_behind_a_stuck_one_do_not_pile_up(write: Write, tmp_pat
     gate.write_text("")
 
 
-def test_a_stuck_reward_does_not_keep_the_process_from_exiting(write: Write) -> None:
+def test_p52_a_stuck_reward_does_not_keep_the_process_from_exiting(write: Write) -> None:
     program = (
         "import numpy as np\nfrom digen.config import RewardTerm\nfrom digen.rewards.base import RewardSet\n"
         f"rewards = RewardSet({{{write('time.sleep(1e6)')!r}: RewardTerm()}}, 0.1)\nrewards.load()\n"
@@ -238,7 +238,7 @@ def test_numbers_arrays_and_tensors_are_all_scores(write: Write, body: str) -> N
         ("yield 1.0", "got generator"),
     ],
 )
-def test_what_is_not_one_number_per_sample_is_an_error_that_names_function_expected_and_got(
+def test_p56_what_is_not_one_number_per_sample_is_an_error_that_names_function_expected_and_got(
     write: Write, body: str, got: str
 ) -> None:
     name = write(body)
@@ -258,7 +258,7 @@ def test_what_is_not_one_number_per_sample_is_an_error_that_names_function_expec
         ("class score", "must take (media, prompts, metadata)"),
     ],
 )
-def test_a_wrong_signature_is_refused_before_anything_loads(write: Write, signature: str, reason: str) -> None:
+def test_p56_a_wrong_signature_is_refused_before_anything_loads(write: Write, signature: str, reason: str) -> None:
     body = "def __call__(self, media): ..." if signature.startswith("class") else "return [0.0] * 4"
     name = write(body, signature)
     with pytest.raises(PluginError) as caught:
@@ -273,7 +273,7 @@ def test_a_class_without_call_or_a_constant_is_no_reward(write: Write) -> None:
         RewardSet({f"{EXAMPLE}:COLOURS": RewardTerm()}, 1.0).check()
 
 
-def test_unknown_names_files_and_functions_are_refused_with_what_there_is(tmp_path: Path) -> None:
+def test_p50_p56_unknown_names_files_and_functions_are_refused_with_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"Did you mean 'jpeg-compressibility'.*Allowed: .*ocr"):
         RewardSet({"jpeg-compresibility": RewardTerm()}, 1.0).check()
     with pytest.raises(PluginError, match="does not exist"):
@@ -282,7 +282,7 @@ def test_unknown_names_files_and_functions_are_refused_with_what_there_is(tmp_pa
         RewardSet({f"{EXAMPLE}:named_color": RewardTerm()}, 1.0).check()
 
 
-def test_a_reward_may_be_given_as_a_module_too() -> None:
+def test_p56_a_reward_may_be_given_as_a_module_too() -> None:
     assert scores(loaded("digen.rewards.jpeg:JpegIncompressibility")) == scores(loaded("jpeg-incompressibility"))
 
 

@@ -33,8 +33,9 @@ class RewardFn(Protocol):
     """Scores K samples. A plain function is one; so is an instance of a class with `__call__`.
 
     A class is constructed with the options of its term (`reward.<name>.<option>`) and must not load anything then. It
-    may have `check()`, called before anything is loaded, which raises ConfigError, and `load()`, called once in the
-    worker. A function's options are its parameters after the third.
+    may have `check()`, called before anything is loaded, which raises ConfigError; `missing()`, which says what must be
+    downloaded, or None; and `load()`, called once in the worker. A function's options are its parameters after the
+    third.
     """
 
     def __call__(
@@ -51,13 +52,21 @@ class RewardFn(Protocol):
 class RewardSet:
     """The rewards of a run, inside one worker. Each call of a reward has its own thread, so that several overlap.
 
-    `threads` is the number of CPU threads for rewards that have an option of that name and leave it unset.
+    `threads` is the number of CPU threads, and `device` the torch device, for rewards that have an option of that name
+    and leave it unset. `key`: where the terms stand in the config.
     """
 
-    def __init__(self, terms: Mapping[str, RewardTerm], timeout_s: float, threads: int = 1) -> None:
-        self._terms = terms
+    def __init__(
+        self,
+        terms: Mapping[str, RewardTerm],
+        timeout_s: float,
+        threads: int = 1,
+        device: str | None = None,
+        key: str = "reward",
+    ) -> None:
+        self._terms, self._key = terms, key
+        self._given = {"threads": threads, "device": device}
         self._timeout_s = timeout_s
-        self._threads = threads
         self._rewards: dict[str, RewardFn] = {}
         self._running = {name: threading.Lock() for name in terms}
 
@@ -65,7 +74,15 @@ class RewardSet:
         """Find and construct every reward, without loading one. Raises PluginError or ConfigError, naming the key."""
         for name, term in self._terms.items():
             if name not in self._rewards:
-                self._rewards[name] = _build(name, term.model_extra or {}, self._threads)
+                self._rewards[name] = _build(
+                    f"{self._key}.{name}", term.plugin or name, term.model_extra or {}, self._given
+                )
+
+    def missing(self) -> list[str]:
+        """What must be downloaded before the rewards can be loaded, as sentences that say how. Downloads nothing."""
+        self.check()
+        asked = (getattr(reward, "missing", None) for reward in self._rewards.values())
+        return [sentence for ask in asked if ask and (sentence := ask())]
 
     def load(self) -> None:
         """Load what the rewards need. Call it once, in the worker that scores."""
@@ -188,18 +205,17 @@ def _short(value: object) -> str:
 # --- From a name and options to a reward ---
 
 
-def _build(name: str, options: Mapping[str, object], threads: int) -> RewardFn:
+def _build(key: str, name: str, options: Mapping[str, object], given: Mapping[str, object]) -> RewardFn:
     plugin: Any = find("rewards", name)
     if not callable(plugin):
         raise PluginError(f"reward {name!r} must be a class or a function; got {type(plugin).__name__}")
     parameters = _option_parameters(plugin)
-    if "threads" in parameters:
-        options = {"threads": threads, **options}
-    values = _checked_options(name, plugin, parameters, options)
+    unset = {option: value for option, value in given.items() if option in parameters and value is not None}
+    values = _checked_options(key, plugin, parameters, {**unset, **options})
     try:
         reward = plugin(**values) if inspect.isclass(plugin) else partial(plugin, **values)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"reward.{name}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
     _check_callable(name, reward)
     if check := getattr(reward, "check", None):
         check()
@@ -214,15 +230,18 @@ def _option_parameters(plugin: Callable[..., object]) -> dict[str, inspect.Param
 
 
 def _checked_options(
-    name: str, plugin: Callable[..., object], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, object]
+    key: str, plugin: Callable[..., object], parameters: Mapping[str, inspect.Parameter], options: Mapping[str, object]
 ) -> dict[str, object]:
     hints = _hints(plugin)
-    named = {key for key, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    if missing := [key for key in named if parameters[key].default is inspect.Parameter.empty and key not in options]:
-        raise ConfigError(f"reward.{name}.{min(missing)} is required")
-    if unknown := [key for key in options if key not in named and len(named) == len(parameters)]:
-        raise ConfigError(one_of(f"reward.{name}.{unknown[0]}: unknown option", unknown[0], named))
-    return {key: _checked_option(f"reward.{name}.{key}", hints.get(key, Any), value) for key, value in options.items()}
+    named = {option for option, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    empty = inspect.Parameter.empty
+    if missing := [option for option in named if parameters[option].default is empty and option not in options]:
+        raise ConfigError(f"{key}.{min(missing)} is required")
+    if unknown := [option for option in options if option not in named and len(named) == len(parameters)]:
+        raise ConfigError(one_of(f"{key}.{unknown[0]}: unknown option", unknown[0], named))
+    return {
+        option: _checked_option(f"{key}.{option}", hints.get(option, Any), value) for option, value in options.items()
+    }
 
 
 def _checked_option(path: str, hint: Any, value: object) -> object:
