@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import subprocess
@@ -23,13 +24,15 @@ from digen.algos.awm import AWM
 from digen.algos.base import Algorithm, BestOfN, LossInputs, LossTerms, NoiseStrategy, PolicyLoss, Transition
 from digen.algos.dancegrpo import DanceGRPO
 from digen.algos.diffusion_nft import DiffusionNFT
+from digen.algos.dpo import DPO
 from digen.algos.dr_grpo import DrGRPO
 from digen.algos.flow_dppo import FlowDPPO
-from digen.algos.flowgrpo import FlowCPS, FlowFast, FlowGRPO
+from digen.algos.flowgrpo import FlowCPS, FlowFast, FlowGRPO, FlowNoCFG
 from digen.algos.grpo_guard import GRPOGuard
 from digen.algos.longcat import LongCat
 from digen.algos.losses import ClippedLoss
 from digen.algos.mixgrpo import MixGRPO
+from digen.algos.old_policy import OldPolicyDecay
 from digen.algos.sde import CPS, DanceSDE, FlowSDE, WanSDE, clean, euler
 from digen.algos.steps import AllButLast, RandomFraction, Window
 from digen.errors import RewardError
@@ -408,6 +411,9 @@ VARIANTS: list[Algorithm] = [
     LongCat(),
     AWM(),
     DiffusionNFT(),
+    DiffusionNFT(old_policy=OldPolicyDecay()),
+    DPO(),
+    FlowNoCFG(),
 ]
 
 
@@ -513,6 +519,20 @@ def test_an_algorithm_is_one_short_file(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= (400 if path.stem in parts else 150)
 
 
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "digen" / "algos").glob("*.py")), ids=str)
+def test_an_algorithm_imports_no_model_no_backend_and_no_tensor_library(path: Path) -> None:
+    """Other than for types, which `make check` (import-linter) forbids too, through any number of modules."""
+    tree = ast.parse(path.read_text())
+    checks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    typing = {id(inner) for check in checks for inner in ast.walk(check)}
+    found = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and id(n) not in typing}
+    found |= {alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names}
+
+    ours = {name for name in found if name.startswith("digen")}
+    assert all(name.startswith(("digen.algos.", "digen.config", "digen.errors")) for name in ours)
+    assert not {name.partition(".")[0] for name in found} & {"torch", "diffusers", "transformers"}
+
+
 def test_best_of_n_keeps_the_ends_and_breaks_ties_by_sample_index() -> None:
     algorithm = DanceGRPO(best_of_n=BestOfN(best=2, worst=1))
 
@@ -535,7 +555,7 @@ def test_importing_the_algorithms_imports_no_torch() -> None:
     code = (
         "import sys; from importlib.metadata import entry_points;"
         "found = [e.load()() for e in entry_points(group='digen.algorithms') if e.value.startswith('digen.')];"
-        "assert len(found) >= 11, found;"
+        "assert len(found) >= 13, found;"
         "sys.exit('torch' in sys.modules or 'diffusers' in sys.modules)"
     )
 

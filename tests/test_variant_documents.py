@@ -51,7 +51,7 @@ def test_the_table_names_the_parts_and_numbers_of_an_algorithm(name: str) -> Non
         assert float(number) in algorithm.noise.model_dump().values()
     values = algorithm.loss.model_dump()
     assert clip in ("-", *(f"{prefix}{_short(values.get(key))}" for prefix, key in (("", "clip"), ("limit ", "limit"))))
-    std = algorithm.advantage.model_dump()["std"]
+    std = algorithm.advantage.model_dump().get("std", "none")
     assert (std if std != "none" else "no std") in advantage or algorithm.advantage.needs_gradient_scale
     assert int(group) == algorithm.samples_per_prompt
     assert source

@@ -21,9 +21,11 @@ from digen.algos.losses import ClippedLoss, DivergenceLoss, GuardLoss, RatioLoss
 from digen.backends.generation.diffusers import DiffusersGenerator
 from digen.backends.training.local import LocalTrainer
 from digen.engines.store import MemoryStore
-from digen.observe.files import read_rows
+from digen.observe.files import read_rows, read_spans
 from digen.presets import resolve
 from digen.run import run
+from digen.schedule.share import Share
+from digen.schedule.tag import Choice
 
 HERE = Path(__file__).parent
 LEARNING_RATE = {"grpo-guard": 0.02, "longcat": 0.05, "flowgrpo-fast": 0.05, "dr-grpo": 30}
@@ -37,6 +39,7 @@ VARIANTS = {
     "longcat": [],
     "awm": ["algorithm.steps.type=random-fraction"],
     "diffusion-nft": ["steps=4", "trainer.updates_per_rollout=2", "algorithm.steps.type=random-fraction"],
+    "dpo": ["steps=4", "trainer.updates_per_rollout=2", "algorithm.loss.beta=20"],
 }
 """Variant and what it is run with; every one of them does something here that plain Flow-GRPO would not."""
 
@@ -125,7 +128,7 @@ BACKENDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("algorithm", VARIANTS)
+@pytest.mark.parametrize("algorithm", [name for name in VARIANTS if name != "dpo"])  # on two ranks: below
 def test_a_variant_learns_the_same_with_every_trainer(
     algorithm: str, backend: str, plain: Callable[[str], Run], tmp_path: Path, warm: None
 ) -> None:
@@ -134,6 +137,38 @@ def test_a_variant_learns_the_same_with_every_trainer(
 
     assert_same(weights, expected)
     assert all(row["step_applied"] == 1 for row in rows)
+
+
+PAIRS = ["data.prompts_per_step=3", "schedule.prompts_per_microbatch=3"]
+"""Three pairs in one micro-batch: two ranks, or two workers that share it, cannot have the same number of rows."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pairs_are_not_parted_between_ranks_and_learn_the_same(backend: str, tmp_path: Path, warm: None) -> None:
+    warm_ranks = [f"engine.name={HERE}/warm.py:WarmEngine", "trainer.ranks=2"]
+    ranks = [f"trainer.backend={backend}", *warm_ranks, "schedule.mode=pipelined"]
+    expected, _ = train("dpo", tmp_path / "local", *PAIRS)
+    weights, rows = train("dpo", tmp_path / "ranks", *PAIRS, *ranks)
+
+    assert_same(weights, expected)
+    assert all(row["step_applied"] == 1 for row in rows)
+
+
+def test_pairs_are_not_parted_between_workers_that_share_a_micro_batch_and_learn_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Share, "generate", lambda _self, _name, bubble, _costs: (bubble.next_rows + 1) // 2)
+    monkeypatch.setattr(Share, "choose", lambda _self, bubble, _costs: Choice((bubble.next_rows + 1) // 2))
+    monkeypatch.setattr(Share, "update", lambda _self, _name, bubble, _costs: min(bubble.next_ready, 3))
+    expected, _ = train("dpo", tmp_path / "naive", *PAIRS)
+    shared = ["schedule.mode=pipelined", "schedule.assist=both", "generator.replicas=2"]
+    weights, _ = train("dpo", tmp_path / "shared", *PAIRS, *shared)
+
+    assert_same(weights, expected)
+    spans = read_spans(tmp_path / "shared" / "events.jsonl")
+    assert {s.rows for s in spans if s.kind in ("update", "help")} == {4, 2}
+    assert any(s.kind == "help" for s in spans)
 
 
 # Numbers of a single update, on real workers
@@ -162,18 +197,37 @@ def gradient(trainer: Any, *scored: Any, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.cat([g.flatten() for g in trainer.gradients().values()]).double()
 
 
+def largest_of_a_group(groups: list[list[float]]) -> Any:
+    return max(torch.tensor(group).double().std(correction=0) for group in groups)
+
+
+def of_all_rewards(groups: list[list[float]]) -> Any:
+    return torch.tensor(groups).double().std(correction=0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "keys", "std"),
+    [
+        ("longcat", ["algorithm.loss.clip=1e-4"], largest_of_a_group),
+        (
+            "flowgrpo",
+            ["algorithm.advantage.scale=batch", "algorithm.loss.advantage_clip=null", "algorithm.loss.clip=1e-4"],
+            of_all_rewards,
+        ),
+    ],
+)
 def test_the_std_of_the_whole_step_scales_the_streamed_gradient_to_that_of_one_shot(
-    pair: Any, make_microbatch: Any, make_scored: Any
+    algorithm: str, keys: list[str], std: Any, pair: Any, make_microbatch: Any, make_scored: Any
 ) -> None:
-    """Rule R12: micro-batches come one by one, the largest std of a group is known after the last of them."""
-    config, generator, trainer = pair("longcat", "algorithm.loss.clip=1e-4")
+    """Rule R12: micro-batches come one by one, and the std is known after the last of them."""
+    config, generator, trainer = pair(algorithm, *keys)
     whole = make_scored(config, generator, make_microbatch(config, prompts=3))
     moved(trainer)  # some ratios are clipped
     groups = [[0.1, 0.5, 0.3, 0.4], [0.9, -0.1, 0.4, 0.0], [0.7, 0.7, 0.6, 0.7]]
     advantage = config.algorithm.advantage
-    largest = max(torch.tensor(group).double().std(correction=0) for group in groups) + advantage.eps
+    divisor = std(groups) + advantage.eps
     means = [sum(group) / 4 for group in groups]
-    one_shot = [(r - mean) / largest for group, mean in zip(groups, means, strict=True) for r in group]
+    one_shot = [(r - mean) / divisor for group, mean in zip(groups, means, strict=True) for r in group]
 
     def credited(values: list[float]) -> Any:
         return replace(whole, advantages=tuple(map(float, values)), keep=(True,) * 12)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -69,6 +69,11 @@ class NoiseStrategy(Section):
     @property
     def forward_process(self) -> bool:
         """Whether sampling has no noise, and what is trained is clean samples noised anew (`matching`)."""
+        return False
+
+    @property
+    def draws_per_group(self) -> bool:
+        """Whether all samples of a group are noised anew with the same draws."""
         return False
 
     @abstractmethod
@@ -145,6 +150,8 @@ class LossInputs:
     """Mean at rollout, or replayed as the old log-prob is; given when the algorithm records `mean`."""
     next_latents: Tensor | None = None
     """Of the step, (N, ...); for `matching` the velocity that would lead back to the clean sample."""
+    partner: Tensor | None = None
+    """For each row (N,) which one it is compared with: the pair's other sample at the same step (`rows_together`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,14 @@ class PolicyLoss(Section):
         return False
 
     @property
+    def rows_together(self) -> int:
+        """How many neighbours of the kept samples belong together: 1, or 2 for a loss that compares the two of a pair.
+
+        They are never parted: not between ranks, nor workers, nor forward passes.
+        """
+        return 1
+
+    @property
     def is_proportional(self) -> bool:
         """Whether c times the advantage gives c times the loss, for every c > 0: what batch std needs (R12)."""
         return False
@@ -195,6 +210,9 @@ class Algorithm(Section):
 
     A part that is given in pieces keeps the subclass's values for the rest, as long as its `type` stays the same.
     """
+
+    without_guidance: ClassVar[bool] = False
+    """Whether the name stands for guidance scales of 1 too, whatever a model's preset says."""
 
     name: str
     samples_per_prompt: Annotated[int, Field(ge=2)] = 16
@@ -259,7 +277,34 @@ class Algorithm(Section):
                 f"algorithm.records={list(self.records)}: algorithm.loss.type={self.loss.type} compares with the mean "
                 "at rollout, which must be recorded; set algorithm.records=[mean]"
             )
-        return wrong + self.loss.problems(self.noise)
+        return wrong + self._unpaired() + self.loss.problems(self.noise)
+
+    def _unpaired(self) -> list[str]:
+        """What a loss of pairs cannot do with."""
+        wrong, kind = [], self.loss.type
+        if self.loss.rows_together == 1:
+            return []
+        if self.best_of_n != BestOfN(best=1, worst=1):
+            kept = f"{self.best_of_n.best} + {self.best_of_n.worst}" if self.best_of_n else "all"
+            wrong.append(
+                f"algorithm.loss.type={kind} compares two samples of a group, got {kept} that are kept; "
+                "set algorithm.best_of_n={best: 1, worst: 1}"
+            )
+        if getattr(self.steps, "per_sample", False):
+            wrong.append(
+                f"algorithm.loss.type={kind} compares two samples at the same steps; "
+                "set algorithm.steps.per_sample=false"
+            )
+        return wrong
+
+    @property
+    def has_old_policy(self) -> bool:
+        """Whether another policy than the trained one samples: an average of it, which the trainer keeps."""
+        return False
+
+    def old_policy_keeps(self, num_updates: int) -> float:  # noqa: ARG002
+        """Share of itself that it keeps when it follows the trained one after so many optimizer steps; 0: a copy."""
+        return 0.0
 
     def kept_per_prompt(self) -> int:
         """Samples of a group that are trained."""

@@ -1,12 +1,13 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO on the SDE form of a flow model, one group per prompt.
 
-Without further keys `flowgrpo` is the recipe for SD3.5-medium with the OCR reward, and `flowgrpo-fast` the project's
-fast one for the same model, which is meant to be run without guidance: `sampling.guidance=1 sampling.eval_guidance=1`.
+Without further keys `flowgrpo` is the recipe for SD3.5-medium with the OCR reward, `flowgrpo-nocfg` the same without
+guidance, and `flowgrpo-fast` the project's fast one for the same model, which is meant to be run without guidance:
+`sampling.guidance=1 sampling.eval_guidance=1`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,6 +27,14 @@ class FlowGRPO(Algorithm):
     steps: Steps = AllButLast()
     advantage: GroupAdvantage = GroupAdvantage(std="biased", eps=1e-4)
     loss: Loss = ClippedLoss(clip=1e-4, kl=0.04, kl_kind="mean-over-g2")
+
+
+class FlowNoCFG(FlowGRPO):
+    """Flow-GRPO without classifier-free guidance, in training and evaluation: half the forwards; rewards replace it."""
+
+    without_guidance: ClassVar[bool] = True
+
+    name: Literal["flowgrpo-nocfg"] = "flowgrpo-nocfg"  # type: ignore[assignment]
 
 
 class FlowCPS(FlowGRPO):

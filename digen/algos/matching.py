@@ -26,10 +26,16 @@ class Matching(NoiseStrategy):
     type: Literal["matching"] = "matching"
     weight: Literal["uniform", "t", "t2", "huber", "ghuber"] = "uniform"
     """Of l = mean (v - y)^2 at level t: l, t l, t^2 l, t l^(1/2), or 4 t l^(1/4); roots are smoothed near 0."""
+    same_draws: bool = False
+    """All samples of a group are noised with the same draws, as samples that are compared must be (DPO)."""
 
     @property
     def forward_process(self) -> bool:
         return True
+
+    @property
+    def draws_per_group(self) -> bool:
+        return self.same_draws
 
     def mean_std(self, x: Tensor, v: Tensor, at: Transition) -> tuple[Tensor, Tensor]:
         """The velocity, and the level s in the place of a std."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from digen.algos.base import LossInputs, LossTerms, Transition
 from digen.backends.stacking import Stacking
@@ -44,6 +44,9 @@ class Batch:
 class AccumulatingWorker(TorchWorker):
     """A worker that can compute gradients of what was sampled, here or elsewhere."""
 
+    base: nn.Module | None = None
+    """A frozen copy of the full weights that training begins with."""
+
     def _load_model(self) -> None:
         """Raises ConfigError, with nothing loaded, when the model cannot do without stored activations."""
         kind: Any = self.new_model().transformer_class
@@ -57,7 +60,8 @@ class AccumulatingWorker(TorchWorker):
         And say that backward passes run the live model's blocks twice, where that is set.
         """
         needs_base = self.algorithm.loss.needs_reference and self.config.trainer.lora is None
-        self.base = copy.deepcopy(self.model.transformer).requires_grad_(False) if needs_base else None
+        if needs_base:
+            self.base = copy.deepcopy(self.model.transformer).requires_grad_(False)
         if self.config.trainer.activation_checkpointing:
             self.checkpoint_activations()
 
@@ -78,7 +82,8 @@ class AccumulatingWorker(TorchWorker):
         return tensor.detach()
 
     def accumulate(self, scored: ScoredRollout, tsp: Width, denominator: float, last: bool) -> Stats:
-        on_policy = scored.rollout.version == self.version
+        # An older policy is none whose ratio to the trained one is 1.
+        on_policy = scored.rollout.version == self.version and not self.algorithm.old_policy_keeps(self.version)
         batch = self._batch(scored)
         if batch is None:
             return {}
@@ -95,11 +100,13 @@ class AccumulatingWorker(TorchWorker):
         kept = [row for row in range(len(scored.keep)) if scored.keep[row]]
         if not kept and not self.in_lockstep:
             return None
-        pool = kept or [0]
-        share = -(-len(pool) // self.context.world_size)
-        mine = pool[self.context.rank :: self.context.world_size]
+        together = self.algorithm.loss.rows_together
+        pool = kept or [0] * together
+        units = [pool[k : k + together] for k in range(0, len(pool), together)]
+        share = -(-len(units) // self.context.world_size) * together
+        mine = [row for unit in units[self.context.rank :: self.context.world_size] for row in unit]
         weight = [float(bool(kept))] * len(mine) + [0.0] * (share - len(mine))
-        mine += [pool[0]] * (share - len(mine))
+        mine += units[0] * ((share - len(mine)) // together)
         device = self.model.device
         tensors, cond, negative = self._read(scored, mine)
         return Batch(
@@ -136,7 +143,9 @@ class AccumulatingWorker(TorchWorker):
 
     def _forwards(self, batch: Batch, tsp: Width) -> Sequence[Chunk]:
         """Which samples and which columns of trained steps share a forward pass (TSP)."""
+        together = self.algorithm.loss.rows_together
         size = self.placement.batch_size or -(-self.algorithm.kept_per_prompt() // self.context.world_size)
+        size = -(-size // together) * together
         num_samples, num_timesteps = batch.tensors["steps"].shape
         width = self.least(self.stacking.choose(self.version, size)) if tsp == "auto" else tsp
         return chunks(num_samples, num_timesteps, size, width)
@@ -186,6 +195,7 @@ class AccumulatingWorker(TorchWorker):
             reference_mean=reference,
             old_mean=mean.detach() if replay else t.get("mean"),
             next_latents=t["next_latents"],
+            partner=_partners(len(new), width, new.device) if self.algorithm.loss.rows_together == 2 else None,
         )
         terms: LossTerms = self.algorithm.loss(inputs)
         weight = per_row(batch.weight).to(new.dtype)
@@ -217,6 +227,11 @@ class AccumulatingWorker(TorchWorker):
         """The accumulated gradients, whole, on the CPU; called on all ranks."""
         named = trainable(self.model.transformer)
         return {name: self.full(p.grad).cpu().clone() for name, p in named.items() if p.grad is not None}
+
+
+def _partners(num_rows: int, width: int, device: torch.device) -> Tensor:
+    """For each row of pairs of samples, `width` steps each, the pair's other sample at the same step."""
+    return torch.arange(num_rows, device=device).view(-1, 2, width).flip(1).flatten()
 
 
 def _stats(rows: Mapping[str, Tensor]) -> dict[str, Stat]:

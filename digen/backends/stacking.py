@@ -12,12 +12,10 @@ from typing import Protocol
 
 import torch
 
+from digen.schedule.tsp import MARGIN, widest
 from digen.types import Version
 
 logger = logging.getLogger(__name__)
-
-MARGIN = 0.15
-"""Share of the free memory that is left alone: for fragments, and for longer prompts than were measured."""
 
 
 class Memory(Protocol):
@@ -80,7 +78,7 @@ class Stacking:
             self._measured_at = version
         if self.width is None and version != self._measured_at and self._per_row:
             free = (1 - MARGIN) * self.memory.free()
-            self.width = max(int(free / (self._per_row * batch_size)), 1)
+            self.width = widest(free, self._per_row, batch_size)
             logger.info("trainer.tsp=auto: %d timesteps a pass, %.3g bytes a row", self.width, self._per_row)
         return self.width or 1
 
