@@ -81,7 +81,10 @@ def _report(model: ModelConfig, path: str, parts: Sequence[str], missing: Sequen
         f"  get them    hf download {path} {patterns}",
     ]
     if plugins.attribute("models", model.name, "gated"):
-        lines.append(f"  licence     accept it at https://huggingface.co/{path}, then `hf auth login`")
+        from huggingface_hub import get_token
+
+        login = " (a token is here)" if get_token() else ", then `hf auth login`: there is no token here"
+        lines.append(f"  licence     accept it at https://huggingface.co/{path}{login}")
     lines.append("  or          model.path=FOLDER, where they are in diffusers' format")
     return "\n".join(lines)
 

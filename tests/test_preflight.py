@@ -51,12 +51,13 @@ def downloaded(cache: Path, repository: str, folder: Path) -> Path:
 
 def digen(*words: str, home: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "HF_HOME": str(home)}
-    env.pop("HF_HUB_CACHE", None)
+    for name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN"):
+        env.pop(name, None)
     command = [sys.executable, "-m", "digen", *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=home)
 
 
-@pytest.mark.parametrize("model", ["qwen-image", "sd3.5-medium", "hunyuan-video"])
+@pytest.mark.parametrize("model", ["qwen-image", "sd3.5-medium", "flux1-dev", "hunyuan-video"])
 def test_a_run_without_weights_ends_at_once_with_the_command_that_gets_them(model: str, tmp_path: Path) -> None:
     start = time.monotonic()
     done = digen("run", "flowgrpo", "--model", model, "--run-dir", str(tmp_path / "run"), home=tmp_path)
@@ -70,8 +71,20 @@ def test_a_run_without_weights_ends_at_once_with_the_command_that_gets_them(mode
     assert isinstance(parts, tuple)
     wanted = " ".join(f"--include '{part}/*'" for part in parts)
     assert f"hf download {repository} --include 'model_index.json' {wanted}\n" in done.stderr
-    assert ("licence     accept it at" in done.stderr) == (model == "sd3.5-medium")
+    licence = (
+        f"licence     accept it at https://huggingface.co/{repository}, then `hf auth login`: there is no token here"
+    )
+    assert (licence in done.stderr) == (model in ("sd3.5-medium", "flux1-dev"))
+    assert ("licence" in done.stderr) == (licence in done.stderr)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_token_that_is_here_is_seen(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_something")
+    with pytest.raises(
+        ConfigError, match=r"accept it at https://huggingface\.co/black-forest-labs/FLUX\.1-dev \(a token"
+    ):
+        check_weights(ModelConfig(name="flux1-dev"))
 
 
 def test_drawing_with_a_model_asks_for_its_weights_too(tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ The number of passes is ceil(samples / batch_size) * ceil(timesteps / width).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 Width = int | Literal["auto"]
 """Timesteps of a pass; 0: all trained ones; auto: what the worker finds to fit (`digen/backends/stacking.py`)."""
+
+
+MARGIN: Final = 0.15
+"""Share of the free memory that `auto` leaves alone: for fragments, and for longer prompts than were measured."""
 
 
 class Chunk(NamedTuple):
@@ -30,3 +34,8 @@ def chunks(samples: int, timesteps: int, batch_size: int, width: int) -> tuple[C
         for k in range(0, samples, batch_size)
         for t in range(0, timesteps, width)
     )
+
+
+def widest(free: float, per_row: float, batch_size: int) -> int:
+    """How many timesteps of so many samples fit into free bytes, where a row needs so many; 1 at least."""
+    return max(int(free / (per_row * batch_size)), 1)
