@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar, Final, cast
 
+import diffusers
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
@@ -169,9 +171,13 @@ class ModelFamily(ABC):
         return loaded.to(self.device)
 
     def part_config(self, folder: str) -> Mapping[str, Any]:
-        """The configuration of a part, whether or not its weights are loaded here."""
-        found = self.transformer_class.load_config(self.folder, subfolder=folder, local_files_only=True)
-        return cast("Mapping[str, Any]", found)
+        """The configuration of a part, whether or not its weights are loaded here.
+
+        What its file does not say is as its class has it: published files are older than some keys.
+        """
+        found: dict[str, Any] = self.transformer_class.load_config(self.folder, subfolder=folder, local_files_only=True)
+        known = signature(getattr(diffusers, found["_class_name"])).parameters.values()
+        return {**{each.name: each.default for each in known if each.default is not each.empty}, **found}
 
     def static_shift(self, shift: float) -> Mapping[str, Any]:
         """The scheduler's settings for one shift at every size: s -> shift s / (1 + (shift - 1) s), and no more."""
