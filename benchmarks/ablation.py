@@ -24,7 +24,7 @@ from typing import Any
 
 import anyio
 import torch
-from common import UNSTACKED, Chart, Table, arguments, publish, schedule_of, steady
+from common import UNSTACKED, Chart, Table, arguments, publish, schedule_of, steady, waited
 from common import Costs as StepCosts
 
 from digen.config import RunConfig
@@ -33,7 +33,7 @@ from digen.data.sampler import StepPrompts
 from digen.driver import Driver
 from digen.engines.base import Engine, WorkerContext, WorkerGroup
 from digen.inflight import Work
-from digen.observe.bubbles import CAUSES, waits
+from digen.observe.bubbles import CAUSES
 from digen.presets import prompt_file, resolve
 from digen.rewards.total import total
 from digen.run import load, make_engine, specs
@@ -195,18 +195,13 @@ class Bench:
 
 def outcome(seen: Recorder, deciding: float, weights: Mapping[str, Any], algorithm: Any) -> Outcome:
     settled = steady(seen, WARM_UP)
-    low, high = seen.rows[WARM_UP - 1]["time_s"], seen.rows[-2]["time_s"]
-    lost: dict[str, dict[str, float]] = {name: dict.fromkeys(CAUSES, 0.0) for name in settled.busy}
-    for wait in waits(seen.spans):
-        inside = max(0.0, min(wait.end, high) - max(wait.start, low))
-        lost[wait.worker][wait.cause] += inside / (high - low)
     medians: dict[str, float] = {}
     for kind in {span.kind for span in seen.spans}:
         whole = algorithm.kept_per_prompt() if kind in ("update", "help") else algorithm.samples_per_prompt
         spans = [span for span in seen.spans if span.kind == kind]
         medians[kind] = median((s.end - s.start) * (whole / s.rows if s.rows else 1.0) for s in spans)
     step_s = median(row["step_time_s"] for row in seen.rows[WARM_UP:-1])
-    return Outcome(step_s, settled.busy, lost, deciding, medians, weights)
+    return Outcome(step_s, settled.busy, waited(seen, WARM_UP), deciding, medians, weights)
 
 
 async def bench(ratio: str, size: Size, log_dir: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the benchmarks share: modes by name, steps in virtual time, and how results are printed, written and drawn.
 
-Invariant: simulated steps come from the real driver on simulated groups (`digen/testing.py`), so a benchmark of
+Invariant: simulated steps come from the real driver on simulated groups (`digen/testing`), so a benchmark of
 schedules cannot be right where the driver is wrong. The modes are those of the paper's section 5.6, each adding one
 idea to the one before, and after them what digen adds.
 """
@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from digen.observe.bubbles import CAUSES, waits
 from digen.observe.curves import COLOURS, INK, PALE, ticks
 from digen.observe.files import replacing, write_atomic
 from digen.testing import Recorder, SimulatedGroup, simulate, simulated_config
@@ -92,6 +93,15 @@ def steady(seen: Recorder, warm_up: int) -> Steady:
     rows = seen.rows[warm_up:-1]
     busy = {key.removeprefix("busy/"): fmean(row[key] for row in rows) for key in rows[0] if key.startswith("busy/")}
     return Steady(fmean(row["step_time_s"] for row in rows), busy)
+
+
+def waited(seen: Recorder, warm_up: int) -> dict[str, dict[str, float]]:
+    """Worker -> cause -> the share of those steps for which it waited."""
+    low, high = seen.rows[warm_up - 1]["time_s"], seen.rows[-2]["time_s"]
+    lost = {span.worker: dict.fromkeys(CAUSES, 0.0) for span in seen.spans}
+    for wait in waits(seen.spans):
+        lost[wait.worker][wait.cause] += max(0.0, min(wait.end, high) - max(wait.start, low)) / (high - low)
+    return lost
 
 
 def simulated(
