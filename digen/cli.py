@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import digen
+from digen import reward_command
+from digen.commands.doctor import doctor
+from digen.commands.new import new
+from digen.commands.plan import plan
 from digen.errors import ConfigError, DigenError
 
 if TYPE_CHECKING:
@@ -32,6 +36,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(reward_command.app, name="reward")
+app.command()(doctor)
+app.command()(new)
+app.command()(plan)
 
 
 def main() -> None:
@@ -225,56 +233,9 @@ def trace(
             typer.echo("\n".join([*written.timeline.facts(), *map(str, written.paths)]))
 
 
-@app.command()
-def plan(
-    costs: Annotated[
-        Path | None, typer.Option(metavar="FILE_OR_RUN", help="Costs: a YAML or JSON file, or the folder of a run.")
-    ] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
-    generate: Annotated[float | None, typer.Option(help="Seconds of a generator for a micro-batch.")] = None,
-    assist: Annotated[float | None, typer.Option(help="Seconds of the trainer to generate one.")] = None,
-    update: Annotated[float | None, typer.Option(help="Seconds of the trainer to update on one, with TSP.")] = None,
-    update_unstacked: Annotated[float | None, typer.Option(help="The same without TSP.")] = None,
-    score: Annotated[float | None, typer.Option(help="Seconds of a generator to score one.")] = None,
-    sync: Annotated[float | None, typer.Option(help="Seconds of the optimizer step and of publishing.")] = None,
-    pull: Annotated[float | None, typer.Option(help="Seconds of a generator to load new weights.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Generators.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Global steps; 8 if nothing else says.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of a micro-batch; 16 if nothing else says.")] = None,
-    max_in_flight: Annotated[int | None, typer.Option(help="schedule.max_in_flight")] = None,
-    staleness: Annotated[float | None, typer.Option(help="Of tcss; 0.5 if nothing else says.")] = None,
-    measured_on: Annotated[
-        str | None, typer.Option(metavar="G:T", help="Generator and trainer devices that the costs are for.")
-    ] = None,
-    split: Annotated[bool, typer.Option("--split", help="Compare all splits of the devices.")] = False,
-    devices: Annotated[int | None, typer.Option(help="To split; as many as the costs are for if not given.")] = None,
-    gantt: Annotated[str | None, typer.Option(metavar="MODE", help="Mode to draw; the fastest if not given.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Predict the time of a step in every mode, from costs or from a finished run. Nothing is loaded."""
-    words = {
-        "microbatches": microbatches, "samples": samples, "replicas": replicas, "steps": steps,
-        "generate": generate, "assist": assist, "update": update, "update_unstacked": update_unstacked,
-        "score": score, "sync": sync, "pull": pull,
-        "max_in_flight": max_in_flight, "staleness": staleness, "measured_on": measured_on,
-    }  # fmt: skip
-    with _reported(debug):
-        from digen.plan import plan as make
-        from digen.workload import read
-
-        made = make(read(costs, words), split=split, devices=devices)
-        if as_json:
-            _emit(made.as_json())
-            return
-        from digen.observe.planned import show_plan
-
-        show_plan(made, _console(stderr=False), made.mode(gantt) if gantt else made.fastest)
-
-
 @app.command("list")
 def list_plugins(as_json: Json = False, debug: Debug = False) -> None:
-    """Show the installed algorithms, models, backends, rewards and engines."""
+    """Show the installed plugins of every kind: algorithms, models, backends, rewards, ..., and where each is from."""
     with _reported(debug):
         from digen import plugins
 
@@ -290,7 +251,8 @@ def list_plugins(as_json: Json = False, debug: Debug = False) -> None:
             table.add_column(title, overflow="fold")
         for kind, members in found.items():
             for k, plugin in enumerate(members):
-                table.add_row(*map(Text, ("" if k else kind, plugin.name, plugin.summary, plugin.source)))
+                what = Text(f"broken: {plugin.problem}", "red") if plugin.problem else Text(plugin.summary)
+                table.add_row("" if k else kind, Text(plugin.name), what, Text(plugin.source))
         _console(stderr=False).print(table)
 
 

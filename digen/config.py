@@ -12,7 +12,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
-from digen.conflicts import trainer_conflicts, weights_conflicts
+from digen.conflicts import impossible
+from digen.data.shares import rounded_shares
 
 
 class Section(BaseModel):
@@ -50,6 +51,8 @@ class ModelConfig(Section):
     """Longer prompts are cut by the text encoder, with one warning that says how many."""
     shift: Positive | None = None
     """Noise levels s become shift s / (1 + (shift - 1) s) at every size; None: as the model's own scheduler shifts."""
+    embedding_cache_gb: NonNegative = 10.0
+    """What text encoders made is kept on disk for all runs, up to so many gigabytes; 0: not at all."""
     vae_tiling: bool = False
     """Decode tile by tile: less memory, and seams blended, so slightly other pixels."""
 
@@ -70,14 +73,14 @@ class SamplingConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompt files: .txt (one a line), .jsonl (key `prompt`, the rest is metadata), .tsv/.csv (column `column`)."""
+    """Prompts: .txt, .jsonl, .tsv, .csv, .parquet, .arrow, or a folder of a saved data set (docs/data.md)."""
 
-    prompts: str | None = None
-    """Training prompts; None: the model's bundled ones."""
+    prompts: str | Mapping[str, Positive] | None = None
+    """Training prompts; several sources as {path: share of every step}; None: the model's bundled ones."""
     heldout: str | None = None
     """Prompts of `digen eval`; None: the model's bundled ones."""
     column: str = "prompt"
-    """Column of a .tsv/.csv or key of a .jsonl that holds the prompt."""
+    """Column (.jsonl: key) that holds the prompt; `negative_prompt` is its own one's, the others are metadata."""
     prompts_per_step: Count = 12
     """Prompts (groups) of one global step."""
     shuffle: bool = True
@@ -108,6 +111,8 @@ class GeneratorConfig(GroupConfig):
     """Generator plugin (`digen list`)."""
     replicas: Count = 1
     """Generator groups that work on their own micro-batches; each has `ranks` ranks."""
+    offload_between_calls: bool = False
+    """Keep the model in host memory, and on the device during a call alone: for a device that the trainer uses too."""
 
 
 class LoraConfig(Section):
@@ -215,9 +220,14 @@ class ScheduleConfig(Section):
     """How often a failed generate or score call is repeated. An update never is (rule R18)."""
 
     @property
+    def assists(self) -> bool:
+        """Whether `assist` decides when the trainer generates, and not `tag`."""
+        return self.assist in ("trainer", "both")
+
+    @property
     def trainer_generates(self) -> bool:
         """Whether the trainer may be asked to generate, besides in colocated mode."""
-        return self.tag != "none" or self.assist in ("trainer", "both")
+        return self.tag != "none" or self.assists
 
     @property
     def generators_help(self) -> bool:
@@ -226,12 +236,18 @@ class ScheduleConfig(Section):
 
 
 class ScoringConfig(Section):
-    """What happens when a reward fails (rule R17: it is never counted as 0)."""
+    """How rewards become one, and what happens when one fails (rule R17: it is never counted as 0)."""
 
+    combine: Literal["rewards", "advantages", "gdpo"] = "rewards"
+    """What is weighted and summed: raw rewards, or each reward's own advantages; gdpo: the latter, and their sum is
+    divided by its std over the step."""
     on_failure: Literal["drop", "stop"] = "drop"
     """drop: the whole group leaves the step, counted in the metrics; stop: the run ends."""
     timeout_s: Positive = 600.0
     """Longest time for one reward call over a micro-batch's samples."""
+    devices: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
+    """Where a worker of its own scores, beside generation: for rewards that take long or wait for a service; None: the
+    generators score."""
 
 
 class RewardTerm(BaseModel):
@@ -239,7 +255,11 @@ class RewardTerm(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
     weight: FiniteFloat = 1.0
-    """Factor in the sum of rewards; negative to lower this reward."""
+    """Factor in the sum of rewards; negative to lower this reward; 0 to watch it in the metrics only."""
+    required: bool = True
+    """Whether a group leaves when this reward fails in it; false: it is then judged by its other rewards."""
+    plugin: str | None = None
+    """Reward plugin that this entry uses, so that one can be used twice; None: the entry's own name."""
 
 
 class EngineConfig(Section):
@@ -257,7 +277,7 @@ class WeightsConfig(Section):
     dir: Path | None = None
     """`safetensors`: a folder that all workers see; each run uses one of its own in there. None: the run's folder."""
     timeout_s: Positive = 300.0
-    """Longest wait for the other side (`safetensors`, `collective`), after which the run ends."""
+    """Longest wait for the other side, after which the run ends."""
 
 
 class CheckpointConfig(Section):
@@ -274,6 +294,8 @@ class CheckpointConfig(Section):
 class ObserveConfig(Section):
     grid_every: Annotated[int, Field(ge=0)] = 10
     """Write a PNG of samples every so many steps; 0: never."""
+    video: Literal["auto", "mp4", "gif"] = "auto"
+    """How samples that are videos are written besides; auto: mp4 where PyAV is installed (extra `video`), else gif."""
     tensorboard: bool = True
     """Write TensorBoard events too (extra `tracking`)."""
 
@@ -294,6 +316,8 @@ class RunConfig(Section, Generic[A]):
     schedule: ScheduleConfig = ScheduleConfig()
     reward: Mapping[str, RewardTerm] = Field(default_factory=lambda: {"ocr": RewardTerm()})
     """Reward plugin (or `path.py:name`) -> weight and options."""
+    eval_reward: Mapping[str, RewardTerm] = Field(default_factory=dict)
+    """Rewards that only `digen eval` computes, to see what training for the others does to them."""
     scoring: ScoringConfig = ScoringConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -316,53 +340,6 @@ class RunConfig(Section, Generic[A]):
         return self
 
 
-def impossible(config: RunConfig[Any]) -> list[str]:
-    """What cannot be had together, as sentences that name keys and values."""
-    wrong, updates = [], config.trainer.updates_per_rollout
-    if config.steps is None and config.epochs is None:
-        wrong.append("one of steps and epochs must be set")
-    if config.schedule.staleness > 0 and config.schedule.window < 2:
-        wrong.append(
-            f"schedule.staleness={config.schedule.staleness} needs schedule.window=2, got {config.schedule.window}"
-        )
-    if config.schedule.staleness > 0 and config.schedule.mode != "pipelined":
-        wrong.append(
-            f"schedule.staleness={config.schedule.staleness} needs schedule.mode=pipelined, got {config.schedule.mode}"
-        )
-    for key, off_policy in (
-        (f"schedule.staleness={config.schedule.staleness}", config.schedule.staleness > 0),
-        (f"trainer.updates_per_rollout={updates}", updates > 1),
-    ):
-        if off_policy and getattr(config.algorithm, "old_log_prob", "") == "replay":
-            wrong.append(
-                f"{key} needs algorithm.old_log_prob=rollout, got replay: "
-                "the trainer no longer has the weights that made an older sample"
-            )
-    if config.steps is not None and config.steps % updates:
-        wrong.append(f"steps={config.steps} must be a multiple of trainer.updates_per_rollout={updates}")
-    if config.checkpoint.every % updates:
-        wrong.append(
-            f"checkpoint.every={config.checkpoint.every} must be a multiple of trainer.updates_per_rollout={updates}: "
-            "only between rollouts do generators and trainer have the same weights"
-        )
-    wrong += _impossible_assist(config.schedule)
-    wrong += [*trainer_conflicts(config), *weights_conflicts(config)]
-    if config.trainer.optimizer == "adamw-8bit" and config.trainer.dtype == "float64":
-        wrong.append("trainer.optimizer=adamw-8bit needs trainer.dtype=float32 or bfloat16, got float64")
-    if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
-        wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
-    return wrong
-
-
-def _impossible_assist(schedule: ScheduleConfig) -> list[str]:
-    assist, wrong = schedule.assist, []
-    if assist != "none" and schedule.mode != "pipelined":
-        wrong.append(f"schedule.assist={assist} needs schedule.mode=pipelined, got {schedule.mode}")
-    if schedule.generators_help and schedule.ordered:
-        wrong.append(f"schedule.ordered=true needs one worker that accumulates gradients, got schedule.assist={assist}")
-    return wrong
-
-
 NOISE_FLOOR = 1e-4
 """Log-probs of one sample from two bfloat16 forwards differ by about this much."""
 
@@ -370,7 +347,11 @@ NOISE_FLOOR = 1e-4
 def doubts(config: RunConfig[Any]) -> list[str]:
     """What can be had but is rarely wanted, as sentences for a person to read when the run starts."""
     found = []
-    schedule = config.schedule
+    schedule, sources = config.schedule, config.data.prompts
+    if isinstance(sources, Mapping) and (text := rounded_shares(sources, config.data.prompts_per_step)):
+        found.append(text)
+    if config.generator.offload_between_calls and config.generator.devices == "cpu":
+        found.append("generator.offload_between_calls=true frees nothing with generator.devices=cpu: it is host memory")
     if schedule.assist in ("trainer", "both") and schedule.tag != "none":
         found.append(f"schedule.assist={schedule.assist} decides when the trainer generates, not tag={schedule.tag}")
     clip = getattr(config.algorithm.loss, "clip", None)

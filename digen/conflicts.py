@@ -1,4 +1,4 @@
-"""What trainers and weight transports cannot do, as sentences: no setting may silently mean nothing (rule R16).
+"""What cannot be had together, as sentences: no setting may silently mean nothing (rule R16).
 
 Invariant: whatever is said here is said before any model is loaded, and names the key, its value and what it needs. Of
 plugins that digen does not come with nothing is known, and nothing refused.
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from digen.config import RunConfig, TrainerConfig
+    from digen.config import RunConfig, ScheduleConfig, TrainerConfig
 
 BUILT_IN: Final = ("local", "fsdp", "deepspeed")
 READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
@@ -22,6 +22,63 @@ READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "generate_with": ("fsdp",),
 }
 """Keys of `trainer` that not every one of these trainers reads, and those that do."""
+
+
+def impossible(config: RunConfig[Any]) -> list[str]:
+    """What cannot be had together, as sentences that name keys and values."""
+    wrong, updates = [], config.trainer.updates_per_rollout
+    if config.steps is None and config.epochs is None:
+        wrong.append("one of steps and epochs must be set")
+    if config.schedule.staleness > 0 and config.schedule.window < 2:
+        wrong.append(
+            f"schedule.staleness={config.schedule.staleness} needs schedule.window=2, got {config.schedule.window}"
+        )
+    if config.schedule.staleness > 0 and config.schedule.mode != "pipelined":
+        wrong.append(
+            f"schedule.staleness={config.schedule.staleness} needs schedule.mode=pipelined, got {config.schedule.mode}"
+        )
+    for key, off_policy in (
+        (f"schedule.staleness={config.schedule.staleness}", config.schedule.staleness > 0),
+        (f"trainer.updates_per_rollout={updates}", updates > 1),
+    ):
+        if off_policy and getattr(config.algorithm, "old_log_prob", "") == "replay":
+            wrong.append(
+                f"{key} needs algorithm.old_log_prob=rollout, got replay: "
+                "the trainer no longer has the weights that made an older sample"
+            )
+    if config.steps is not None and config.steps % updates:
+        wrong.append(f"steps={config.steps} must be a multiple of trainer.updates_per_rollout={updates}")
+    if config.checkpoint.every % updates:
+        wrong.append(
+            f"checkpoint.every={config.checkpoint.every} must be a multiple of trainer.updates_per_rollout={updates}: "
+            "only between rollouts do generators and trainer have the same weights"
+        )
+    wrong += _impossible_assist(config.schedule)
+    wrong += _impossible_scoring(config)
+    wrong += [*trainer_conflicts(config), *weights_conflicts(config), *algorithm_conflicts(config)]
+    wrong += reward_conflicts(config)
+    if config.trainer.optimizer == "adamw-8bit" and config.trainer.dtype == "float64":
+        wrong.append("trainer.optimizer=adamw-8bit needs trainer.dtype=float32 or bfloat16, got float64")
+    if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
+        wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
+    return wrong
+
+
+def _impossible_assist(schedule: ScheduleConfig) -> list[str]:
+    assist, wrong = schedule.assist, []
+    if assist != "none" and schedule.mode != "pipelined":
+        wrong.append(f"schedule.assist={assist} needs schedule.mode=pipelined, got {schedule.mode}")
+    if schedule.generators_help and schedule.ordered:
+        wrong.append(f"schedule.ordered=true needs one worker that accumulates gradients, got schedule.assist={assist}")
+    return wrong
+
+
+def _impossible_scoring(config: RunConfig[Any]) -> list[str]:
+    schedule, devices = config.schedule, config.scoring.devices
+    if devices is None or schedule.tag == "none" or schedule.tag.startswith("static") or schedule.assists:
+        return []
+    given = f"schedule.tag={schedule.tag} counts on scores from the generators, got scoring.devices={devices}"
+    return [f"{given}; use schedule.assist"]
 
 
 def trainer_conflicts(config: RunConfig[Any]) -> Iterator[str]:
@@ -38,6 +95,56 @@ def trainer_conflicts(config: RunConfig[Any]) -> Iterator[str]:
         yield from _not_with_deepspeed(trainer)
 
 
+def algorithm_conflicts(config: RunConfig[Any]) -> Iterator[str]:
+    """What an algorithm cannot have of the other sections."""
+    yield from _parted_pairs(config)
+    yield from _not_with_another_start(config)
+    yield from _not_with_an_old_policy(config)
+
+
+def _parted_pairs(config: RunConfig[Any]) -> Iterator[str]:
+    """What a loss that compares samples cannot do with: passes that part them."""
+    loss = config.algorithm.loss
+    together = loss.rows_together
+    for name in ("trainer", "generator") if config.schedule.generators_help else ("trainer",):
+        size = getattr(config, name).batch_size
+        if size is not None and size % together:
+            reason = f"algorithm.loss.type={loss.type} compares pairs"
+            yield f"{name}.batch_size={size} must be a multiple of {together}: {reason}"
+    if together > 1 and config.scoring.combine != "rewards":
+        combine = config.scoring.combine
+        yield f"scoring.combine={combine}: a best and a worst sample have one reward each; allowed: rewards"
+
+
+def _not_with_another_start(config: RunConfig[Any]) -> Iterator[str]:
+    """What cannot be had where losses compare with the weights of another run, which the trainer alone has."""
+    if config.checkpoint.init_from is None or not config.algorithm.loss.needs_reference:
+        return
+    what = f"checkpoint.init_from with algorithm.loss.type={config.algorithm.loss.type}, which compares with the base,"
+    if config.schedule.generators_help:
+        yield f"schedule.assist={config.schedule.assist}: {what} needs a base on generators too; allowed: none, trainer"
+    if config.trainer.backend == "deepspeed" and config.trainer.zero_stage == 3:
+        yield f"trainer.zero_stage=3: {what} needs trainer.zero_stage=1 or 2, or trainer.backend=fsdp"
+
+
+def _not_with_an_old_policy(config: RunConfig[Any]) -> Iterator[str]:
+    """What cannot be had where generators are given other weights than the trained ones."""
+    schedule, trainer = config.schedule, config.trainer
+    if not config.algorithm.has_old_policy:
+        return
+    if schedule.generators_help:
+        yield (
+            f"schedule.assist={schedule.assist} lets generators compute gradients, of the trained weights, but with "
+            "algorithm.old_policy they have others; allowed: none, trainer"
+        )
+    samples = schedule.mode == "colocated" or schedule.trainer_generates
+    if trainer.backend == "deepspeed" and trainer.zero_stage == 3 and samples:
+        yield (
+            "trainer.zero_stage=3 cannot sample with other weights than those it trains, as algorithm.old_policy asks; "
+            "allowed: zero_stage 1 or 2, trainer.backend=fsdp, or a trainer that does not generate"
+        )
+
+
 def weights_conflicts(config: RunConfig[Any]) -> Iterator[str]:
     """What a weight transport cannot do where the workers are."""
     weights, engine = config.weights, config.engine.name
@@ -51,6 +158,28 @@ def weights_conflicts(config: RunConfig[Any]) -> Iterator[str]:
         yield f"weights.transport=collective needs generators and trainer on devices of one kind, got {shown}"
     if weights.dtype is not None and config.trainer.lora is not None:
         yield f"weights.dtype={weights.dtype} is for full weights: adapters (trainer.lora) travel as they are"
+
+
+def reward_conflicts(config: RunConfig[Any]) -> Iterator[str]:
+    """Ways to combine rewards that cannot be had with the algorithm, and names that mean two things."""
+    for name in sorted(config.reward.keys() & config.eval_reward.keys()):
+        yield f"eval_reward.{name}: a reward of this name is trained on; allowed: another name, with plugin={name}"
+    combine, algorithm = config.scoring.combine, config.algorithm
+    if combine == "rewards":
+        return
+    if algorithm.advantage.needs_gradient_scale:
+        scale = getattr(algorithm.advantage, "scale", "batch")
+        yield f"scoring.combine={combine} needs algorithm.advantage.scale=group, got {scale}"
+    if combine == "gdpo" and not hasattr(algorithm.advantage, "scale"):
+        yield f"scoring.combine=gdpo needs algorithm.advantage.type=group, got {algorithm.advantage.type}"
+    if combine == "gdpo" and getattr(algorithm.advantage, "std", "") == "none":
+        yield "scoring.combine=gdpo divides by stds; algorithm.advantage.std=none; allowed: biased, unbiased"
+    if combine == "gdpo" and not algorithm.loss.is_proportional:
+        yield (
+            "scoring.combine=gdpo divides by a std that is known when the step's gradient is whole, and scales that: "
+            "exact only for a loss proportional to the advantage; set algorithm.loss.advantage_clip=null and "
+            "algorithm.loss.kl=0, or scoring.combine=advantages"
+        )
 
 
 def _unread(trainer: TrainerConfig) -> Iterator[str]:

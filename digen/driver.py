@@ -24,6 +24,7 @@ from digen.inflight import NO_INDEX, Done, InFlight, Work
 from digen.metrics import StepFacts, log_prob_complaint, step_row
 from digen.observe.base import Observer
 from digen.observe.files import RunFolder
+from digen.rewards.total import optional
 from digen.schedule import gap, tag
 from digen.schedule.costs import Costs
 from digen.schedule.share import share_of
@@ -60,8 +61,8 @@ class Driver:
     Unblocked by: any call that ends. When none is under way and none may start, it raises instead of waiting.
 
     No `generators`: colocated. `total`: each row's reward from its single ones, not finite where one failed. `drop`:
-    frees what a reference stands for. `run_dir`: None writes no file. `costs`: measured before. Raises ConfigError when
-    schedule and groups do not fit.
+    frees what a reference stands for. `run_dir`: None writes no file. `costs`: measured before. `scorer`: scores in
+    place of everybody else. Raises ConfigError when schedule and groups do not fit.
     """
 
     def __init__(
@@ -78,16 +79,18 @@ class Driver:
         run_dir: Path | None = None,
         start: Start = Start(),  # noqa: B008 - a frozen value
         costs: Costs = Costs(),  # noqa: B008 - a frozen value
+        scorer: WorkerGroup | None = None,
     ) -> None:
         self.config, self.schedule, self.algorithm = config, config.schedule, config.algorithm
-        self.generators, self.trainer, self.groups = tuple(generators), trainer, (*generators, trainer)
+        self.generators, self.trainer, self.scorer = tuple(generators), trainer, scorer
+        self.groups = (*generators, *([scorer] if scorer else []), trainer)
         self.prompts, self.num_steps, self.total, self.drop = prompts, num_steps, total, drop
         self.observer, self.note, self.folder = observer, observer.on_note, RunFolder(run_dir) if run_dir else None
         self.share = share_of(self.schedule)
         self.tag = self.share if self.share and self.share.trainer else tag.parse(self.schedule.tag)
-        self.max_in_flight = self.schedule.max_in_flight or len(self.groups)
-        per_rollout = config.trainer.updates_per_rollout
-        self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window, per_rollout)
+        self.max_in_flight = self.schedule.max_in_flight or len(self.generators) + 1
+        updates = config.trainer.updates_per_rollout
+        self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window, updates)
         self.duties = self.assign_duties()
 
         self.start, self.version = start, start.version
@@ -95,9 +98,7 @@ class Driver:
         self.calls = Calls(config, total, self.folder, self.note)
         self.versions = Versions((g.name for g in generators), None if start.loaded else 0, drop, self.being_pulled)
         self.saves = Saves(config, self.folder, num_steps, start.version, self.note)
-        self.costs = costs
-        self.bubble_skipped = False
-        self.num_bad_steps = start.num_bad_steps
+        self.costs, self.bubble_skipped, self.num_bad_steps = costs, False, start.num_bad_steps
 
     def assign_duties(self) -> dict[str, tuple[Duty, ...]]:
         """What each group looks for when it is idle, most urgent first: this is what the modes differ in."""
@@ -105,10 +106,12 @@ class Driver:
         if (mode == "colocated") != (num_generators == 0):
             allowed = "none with colocated, one or more with naive and pipelined"
             raise ConfigError(f"schedule.mode={mode}: got {num_generators} generators, allowed: {allowed}")
-        rest: tuple[Duty, ...] = (self.scoring, self.generating) if mode == "colocated" else (self.assisting,)
-        generator: tuple[Duty, ...] = (self.scoring, self.pulling, self.helping, self.handing, self.generating)
+        scoring: tuple[Duty, ...] = () if self.scorer else (self.scoring,)
+        rest: tuple[Duty, ...] = (*scoring, self.generating) if mode == "colocated" else (self.assisting,)
+        generator: tuple[Duty, ...] = (*scoring, self.pulling, self.helping, self.handing, self.generating)
         trainer: tuple[Duty, ...] = (self.saving, self.publishing, self.updating, self.syncing, *rest)
-        return dict.fromkeys((group.name for group in self.generators), generator) | {self.trainer.name: trainer}
+        apart = {self.scorer.name: (self.scoring,)} if self.scorer else {}
+        return dict.fromkeys((g.name for g in self.generators), generator) | {self.trainer.name: trainer} | apart
 
     # Algorithm 1; the numbers are the paper's lines -----------------------------------------------------------------
 
@@ -169,15 +172,16 @@ class Driver:
                 prompts = self.prompts(index)
                 cut = gap.cut(index, prompts, algorithm.samples_per_prompt, per_microbatch, self.config.seed)
                 denominator = credit.denominator(self.config, len(prompts))
-                self.steps[index] = GlobalStep(index, cut, denominator, algorithm.kept_per_prompt())
+                together = algorithm.loss.rows_together
+                self.steps[index] = GlobalStep(index, cut, denominator, algorithm.kept_per_prompt(), together)
 
     def bubble(self, step: GlobalStep) -> tag.Bubble:
         """The facts that policies decide from."""
         doing = tuple(self.flight.activity(g, old=self.versions.holds[g.name] != self.due) for g in self.generators)
         ahead = sum(s.num_allowed(self.staleness, self.version) for s in self.steps.values() if s is not step)
         naive, limit = self.schedule.mode == "naive", self.max_in_flight
-        trainer = self.flight.activity(self.trainer)
-        return step.bubble(trainer, doing, max_in_flight=limit, ahead=ahead, naive=naive)
+        trainer, scorer = self.flight.activity(self.trainer), self.flight.activity(self.scorer) if self.scorer else None
+        return step.bubble(trainer, doing, max_in_flight=limit, ahead=ahead, naive=naive, scorer=scorer)
 
     # Generation, by generators and (TAG) by the trainer: fills SQ ----------------------------------------------------
 
@@ -201,21 +205,19 @@ class Driver:
         return None
 
     def assisting(self, trainer: WorkerGroup) -> Work[Rollout] | None:
-        """TAG in a bubble: nothing may be trained, and no score is about to change that (rule R3)."""
+        """TAG in a bubble: nothing may be trained, and no score is about to change that (rule R3); a scorer is slow."""
         step = self.step_to_generate()
         if step is None or step is not self.current or self.version != self.due or self.tag == tag.NONE:
             return None
-        if self.bubble_skipped or self.flight.count("score", step=step.index):
+        if self.bubble_skipped or (self.scorer is None and self.flight.count("score", step=step.index)):
             return None
         choice = self.tag.choose(self.bubble(step), self.costs)
         self.bubble_skipped = not choice.rows
         now = anyio.current_time() - self.started_s
         end = now + choice.latency_s if choice.latency_s is not None else None
         self.observer.on_decision(Decision(step.index, trainer.name, now, choice.rows, end))
-        if self.bubble_skipped:
-            return None
-        step.num_assisted += 1
-        return self.generation("assist", trainer, step, choice.rows)
+        step.num_assisted += 1 if choice.rows else 0
+        return self.generation("assist", trainer, step, choice.rows) if choice.rows else None
 
     def generation(self, kind: SpanKind, group: WorkerGroup, step: GlobalStep, rows: int) -> Work[Rollout]:
         piece, version = step.take_pending(rows), self.due
@@ -238,11 +240,12 @@ class Driver:
 
     def scored(self, step: GlobalStep, rollout: Rollout, scores: Scores) -> None:
         """Lines 12-16: advantages, selection, into UQ. Raises RewardError if set to stop on a failed reward (R17)."""
-        for failure in credit.failures(rollout, scores):
+        for failure in credit.failures(rollout, scores, optional(self.config.reward)):
             if self.config.scoring.on_failure == "stop":
                 raise RewardError(f"{failure}, after {self.schedule.retries} retries; scoring.on_failure=stop")
             self.note(f"step {step.index}: {failure}; its group is dropped")
-        step.scored(credit.credit(rollout, self.total(scores), self.algorithm), scores)
+        parts = credit.parts(self.config, scores)
+        step.scored(credit.credit(rollout, self.total(scores), self.algorithm, parts), scores)
         for shard in rollout.shards:
             self.drop(shard.media)
 
@@ -325,8 +328,7 @@ class Driver:
         for handed in sorted(step.handed, key=lambda ref: ref.key):
             await self.trainer.call("add_gradients", handed)
             self.drop(handed)
-        rewards = credit.whole_groups(scored for scored, _ in step.scored_in_order())
-        scale = self.algorithm.advantage.gradient_scale(rewards) if rewards else 1.0
+        scale = credit.gradient_scale(self.config, [scored for scored, _ in step.scored_in_order()])
         report: StepReport = (await self.trainer.call("optimizer_step", scale))[0]
         await self.saves.finish(self.trainer, wait=False)
         version = step.index + 1
@@ -382,9 +384,8 @@ class Driver:
         self.num_bad_steps = 0 if report.finite else self.num_bad_steps + 1
         if self.num_bad_steps:
             sentence = f"step {step.index}: the gradient is not finite, {self.num_bad_steps} steps in a row now"
-            if self.num_bad_steps >= self.config.trainer.max_bad_steps:
-                reason = DivergedError(f"{sentence}; trainer.max_bad_steps={self.config.trainer.max_bad_steps}")
-                self.saves.stop(self.version, reason)
+            if self.num_bad_steps >= (most := self.config.trainer.max_bad_steps):
+                self.saves.stop(self.version, DivergedError(f"{sentence}; trainer.max_bad_steps={most}"))
             self.note(f"{sentence}; nothing was applied")
 
     def saving(self, trainer: WorkerGroup) -> Work[None] | None:

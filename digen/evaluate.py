@@ -27,11 +27,11 @@ from digen.engines.base import WorkerGroup
 from digen.engines.together import all_at_once
 from digen.errors import ConfigError
 from digen.observe.files import write_atomic
-from digen.observe.grid import side_by_side
+from digen.observe.grid import sample_grid, side_by_side
+from digen.observe.video import beside, together, video_format, video_notes, write_video
 from digen.preflight import check_weights
-from digen.rewards.base import RewardSet
 from digen.rewards.total import total
-from digen.run import load, make_engine, spec
+from digen.run import check_rewards, load, make_engine, spec
 from digen.trained import Kind, Trained, find
 from digen.types import Prompt, Ref, Scores
 
@@ -54,6 +54,8 @@ class EvalReport:
     picture: Path
     weights: Kind = "live"
     """Which weights of the checkpoint `trained` stands for."""
+    video: Path | None = None
+    """The picture in motion, for models of video."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -67,6 +69,7 @@ class EvalReport:
             "gain": self.trained_reward - self.base_reward,
             "rewards": {name: {"base": base, "trained": trained} for name, (base, trained) in self.rewards.items()},
             "picture": str(self.picture),
+            **({"video": str(self.video)} if self.video else {}),
         }
 
 
@@ -77,14 +80,25 @@ def evaluate(run_dir: Path, weights: Kind | None = None, *, console: Console) ->
     ConfigError when there are no such weights, and what workers raise.
     """
     trained = find(run_dir, weights)
-    config = trained.config
-    RewardSet(config.reward, config.scoring.timeout_s).check()
+    config = with_eval_rewards(trained.config)
+    trained = replace(trained, config=config)
+    check_rewards(config)
     check_weights(config.model)
+    video_format(config)  # to be refused now, if at all
     prompts = load_prompts(presets.prompt_file(config, "heldout"), config.data.column)
     report = anyio.run(partial(_evaluate, trained, prompts))
     write_atomic(run_dir / "eval.json", json.dumps(report.as_dict(), indent=2) + "\n")
     _print(report, trained.label, console)
     return report
+
+
+def with_eval_rewards(config: RunConfig[Any]) -> RunConfig[Any]:
+    """The rewards of `eval_reward` beside those that were trained on, without a share in their sum."""
+    watched = {
+        name: term.model_copy(update={"weight": 0.0, "required": False}) for name, term in config.eval_reward.items()
+    }
+    here = config.scoring.model_copy(update={"devices": None})
+    return config.model_copy(update={"reward": {**config.reward, **watched}, "eval_reward": {}, "scoring": here})
 
 
 async def _evaluate(found: Trained, prompts: Sequence[Prompt]) -> EvalReport:
@@ -102,12 +116,13 @@ async def _evaluate(found: Trained, prompts: Sequence[Prompt]) -> EvalReport:
     logs = found.folder / "logs" if found.path.is_file() else None  # an export is no place for them
     specs = [spec(config, name, target, placement, logs) for name in ("base", "trained")]
     async with engine.open(specs) as groups:
-        await load(groups)
+        await load(groups, prompts=[prompt.text for prompt in prompts])
         await all_at_once(partial(one, group) for group in groups.values())
         media = {name: engine.store.get(ref)["media"][:SHOWN].numpy() for name, (_, ref) in results.items()}
         picture = found.folder / "eval.png"
         captions = _captions(config, prompts, results)
         side_by_side(media["base"], media["trained"], captions[:SHOWN], picture)
+        video = _in_motion(config, beside(media["base"], media["trained"]), picture)
     base, trained = results["base"][0], results["trained"][0]
     single = {
         name: (_mean([row[j] for row in base.values]), _mean([row[j] for row in trained.values]))
@@ -115,7 +130,7 @@ async def _evaluate(found: Trained, prompts: Sequence[Prompt]) -> EvalReport:
     }
     sums = [_mean(total(scores, terms=config.reward)) for scores in (base, trained)]
     where = (found.folder, found.checkpoint)
-    return EvalReport(*where, len(prompts), sums[0], sums[1], single, picture, found.weights)
+    return EvalReport(*where, len(prompts), sums[0], sums[1], single, picture, found.weights, video)
 
 
 def _captions(
@@ -158,8 +173,9 @@ def sample(
 ) -> list[Path]:
     """Draw one sample per prompt, without step noise: with a run's trained model, an exported one, or a model as it is.
 
-    Writes `out/000.png`, ... (`000.gif`, ... for video) and returns the paths; `weights` as for `evaluate`. Raises
-    ConfigError for what is none of the three.
+    Writes `out/000.png`, ... and returns the paths. Videos are `000.mp4` or `000.gif`, ... (`observe.video`), and a
+    sheet of their frames comes last, `frames.png`. `weights` as for `evaluate`. Raises ConfigError for what is none of
+    the three.
     """
     trained = find(Path(run_or_model), weights) if Path(run_or_model).is_dir() else None
     if trained is None and weights is not None:
@@ -171,19 +187,35 @@ def sample(
         sampling = config.sampling.model_copy(update={"eval_num_steps": num_steps})
         config = config.model_copy(update={"sampling": sampling})
     check_weights(config.model)
+    for note in video_notes(config):
+        (console or Console(quiet=True)).print(note, highlight=False, soft_wrap=True)
     media = anyio.run(partial(_sample, config, trained.path if trained else None, tuple(prompts), seed))
     out.mkdir(parents=True, exist_ok=True)
-    return [_write(pixels, out / f"{k:03d}") for k, pixels in enumerate(media)]
+    kind = "png" if media.ndim == 4 else video_format(config)
+    paths = [out / f"{k:03d}.{kind}" for k in range(len(media))]
+    if media.ndim == 4:
+        for pixels, path in zip(media, paths, strict=True):
+            Image.fromarray(pixels).save(path)
+        return paths
+    for video, path in zip(media, paths, strict=True):
+        write_video(video, path, _frame_rate(config))
+    sample_grid(media, prompts, out / "frames.png")
+    return [*paths, out / "frames.png"]
 
 
-def _write(pixels: Any, path: Path) -> Path:
-    """An image (H, W, 3) as PNG, a video (F, H, W, 3) as GIF of 8 frames a second."""
-    if pixels.ndim == 3:
-        Image.fromarray(pixels).save(path := path.with_suffix(".png"))
-        return path
-    first, *rest = map(Image.fromarray, pixels)
-    first.save(path := path.with_suffix(".gif"), save_all=True, append_images=rest, duration=125, loop=0)
+def _in_motion(config: RunConfig[Any], videos: Any, picture: Path) -> Path | None:
+    """Videos (K, F, H, W, 3) as one beside a picture of them; nothing of images."""
+    if videos.ndim == 4:
+        return None
+    path = picture.with_suffix(f".{video_format(config)}")
+    write_video(together(videos), path, _frame_rate(config))
     return path
+
+
+def _frame_rate(config: RunConfig[Any]) -> float:
+    """Frames a second, as the model says."""
+    rate = plugins.attribute("models", config.model.name, "frame_rate")
+    return float(rate) if isinstance(rate, int | float) else 8.0
 
 
 async def _sample(config: RunConfig[Any], trained: Path | None, prompts: tuple[str, ...], seed: int) -> Any:
@@ -193,7 +225,7 @@ async def _sample(config: RunConfig[Any], trained: Path | None, prompts: tuple[s
     worker = spec(config, "generator", plugins.target("generators", config.generator.backend), placement, None)
     rows = tuple(Prompt(k, text) for k, text in enumerate(prompts))
     async with engine.open([replace(worker, payload={**worker.payload, "reward": {}})]) as groups:
-        await load(groups)
+        await load(groups, prompts=prompts)
         group = groups["generator"]
         if trained is not None:
             await group.call("load_weights", trained)

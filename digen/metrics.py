@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+import numpy as np
+
 from digen import credit
 from digen.types import ScoredRollout, Scores, Stats, StepReport, Version
 
-MEANS = ("ratio", "clip_fraction", "approx_kl", "old_kl", "kl", "loss")
+MEANS = ("ratio", "clip_fraction", "approx_kl", "old_kl", "kl", "loss", "pair_accuracy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,37 @@ def _rewards(facts: StepFacts) -> Entries:
     yield from _spread("reward", totals)
     if whole := credit.whole_groups(results):
         yield "reward/zero_std_share", fmean(min(rewards) == max(rewards) for rewards in whole)
-    for j, name in enumerate(facts.results[0][1].names):
-        yield from _spread(f"reward/{name}", [row[j] for _, scores in facts.results for row in scores.values])
+    names = facts.results[0][1].names
+    for j, name in enumerate(names):
+        values = [row[j] for _, scores in facts.results for row in scores.values]
+        yield from _spread(f"reward/{name}", values)
+        if len(names) > 1:
+            yield f"reward/{name}/failed", sum(not math.isfinite(value) for value in values)
+            yield from _normalised(f"reward/{name}", facts.results, j)
     if kept := [abs(a) for s in results for a, keep in zip(s.advantages, s.keep, strict=True) if keep]:
         yield "advantage/abs_mean", fmean(kept)
+
+
+def _normalised(name: str, results: Sequence[tuple[ScoredRollout, Scores]], j: int) -> Entries:
+    """What reward j is worth within groups: its std there, and how its values go with the advantages trained on.
+
+    Both are means over groups. The second is the correlation, -1 to 1, of the values in stds from the group's mean.
+    """
+    stds, pulls = [], []
+    for scored, scores in results:
+        size = scored.rollout.microbatch.samples_per_prompt
+        for start in range(0, len(scored.rewards), size):
+            values = np.array([row[j] for row in scores.values[start : start + size]])
+            if not np.isfinite(values).all():
+                continue
+            stds.append(float(values.std()))
+            advantages = np.array(scored.advantages[start : start + size])
+            if values.std() > 0 and advantages.std() > 0:
+                pulls.append(float(np.corrcoef(values, advantages)[0, 1]))
+    if stds:
+        yield f"{name}/group_std", fmean(stds)
+    if pulls:
+        yield f"{name}/pull", fmean(pulls)
 
 
 def _spread(name: str, values: Sequence[float]) -> Entries:

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from digen import plugins, schema
 from digen.algos.base import Algorithm
 from digen.config import ModelConfig, RunConfig, TrainerConfig
-from digen.data.prompts import load_prompts
+from digen.data.sampler import StepPrompts
+from digen.data.sources import Sources
 from digen.errors import ConfigError, DataError, PluginError
 from digen.rewards.base import RewardSet
 from digen.schedule import tag
@@ -75,7 +76,8 @@ def resolve(
     named = [Setting(MODEL, model, "command line")] if model else []
     above = [_read(file) if file else [], from_environment(environ), named + from_overrides(overrides)]
     known = schema.keys(kind)
-    layers = _without_older_assist([_defaults(kind), _preset(algorithm, above), *above])
+    below = [_defaults(kind), _preset(algorithm, above), _meant_by_name(kind, algorithm)]
+    layers = _without_older_assist([*below, *above])
     settings = [s for layer in without_other_types(layers, schema.type_keys(known)) for s in layer]
     tree = merge({}, [s for s in settings if s.path != NAME], schema.open_keys(known))
     return _validate(kind, tree, settings, _other_algorithm(algorithm, settings))
@@ -129,7 +131,10 @@ def rebuild(values: Mapping[str, Any]) -> RunConfig[Any]:
 
 
 def prompt_file(config: RunConfig[Any], which: Literal["prompts", "heldout"]) -> Path:
-    """The file of `data.prompts` or `data.heldout`, or the model's bundled one. ConfigError when there is none."""
+    """What `data.prompts` or `data.heldout` names, or the model's bundled file. ConfigError when there is none.
+
+    `data.prompts` may name several: `prompt_sources`.
+    """
     name: str | None = getattr(config.data, which)
     if name is not None:
         return Path(name).expanduser()
@@ -139,25 +144,34 @@ def prompt_file(config: RunConfig[Any], which: Literal["prompts", "heldout"]) ->
     return bundled
 
 
-def num_prompts(config: RunConfig[Any]) -> int:
-    """Training prompts in the run's file. Raises ConfigError or DataError."""
-    return len(load_prompts(prompt_file(config, "prompts"), config.data.column))
+def prompt_sources(config: RunConfig[Any]) -> Sources:
+    """Where the training prompts come from. Raises ConfigError when that is nowhere."""
+    named = config.data.prompts
+    if not isinstance(named, Mapping):
+        return Sources({prompt_file(config, "prompts"): 1.0}, config.data.column)
+    return Sources({Path(name).expanduser(): share for name, share in named.items()}, config.data.column)
+
+
+def step_prompts(config: RunConfig[Any]) -> StepPrompts:
+    """The training prompts of every global step. Raises ConfigError or DataError."""
+    data = config.data
+    return prompt_sources(config).step_prompts(data.prompts_per_step, shuffle=data.shuffle, seed=config.seed)
 
 
 def derived(config: RunConfig[Any]) -> dict[str, int]:
     """What follows from the settings: counts of a global step and of the run. A forward is one row of latents."""
-    algorithm, per_step, prompts = config.algorithm, config.data.prompts_per_step, num_prompts(config)
+    algorithm, per_step, prompts = config.algorithm, config.data.prompts_per_step, step_prompts(config)
     trained = algorithm.steps.num_trained(config.sampling.num_steps)
     samples, kept = per_step * algorithm.samples_per_prompt, per_step * algorithm.kept_per_prompt()
     embedded = plugins.attribute("models", config.model.name, "embeds_guidance")
     guided = 2 if config.sampling.guidance > 1 and not embedded else 1
     passes = 1 + algorithm.loss.needs_reference
     renoised = trained if algorithm.noise.forward_process else 0
-    steps_per_epoch = prompts // per_step
+    steps_per_epoch = prompts.steps_per_epoch
     limits = [config.steps, config.epochs and config.epochs * steps_per_epoch]
     steps, per_rollout = min(limit for limit in limits if limit is not None), config.trainer.updates_per_rollout
     return {
-        "prompts": prompts,
+        "prompts": len(prompts.prompts),
         "groups_per_step": per_step,
         "samples_per_step": samples,
         "trained_samples_per_step": kept,
@@ -186,6 +200,15 @@ def _defaults(kind: type[RunConfig[Any]]) -> list[Setting]:
     assert isinstance(algorithm, type)
     tree = {"algorithm": schema.defaults(algorithm), **schema.defaults(kind)}
     return [s for s in from_tree(tree, "default") if s.path != NAME]
+
+
+def _meant_by_name(kind: type[RunConfig[Any]], algorithm: str) -> list[Setting]:
+    """What an algorithm's name says of other sections than its own."""
+    found = kind.model_fields["algorithm"].annotation
+    assert isinstance(found, type)
+    assert issubclass(found, Algorithm)
+    scales = ("guidance", "eval_guidance") if found.without_guidance else ()
+    return [Setting(("sampling", key), 1.0, f"algorithm {algorithm}") for key in scales]
 
 
 def _read(file: Path) -> list[Setting]:
@@ -259,8 +282,11 @@ def _with_source(text: str, path: Keys, settings: Sequence[Setting], known: Coll
 def _missing_plugins(tree: Tree) -> Iterator[tuple[Keys, str]]:
     """Plugins that are unknown or cannot be imported; values of a wrong type have been reported already."""
     asked = [(path, kind, _dig(tree, path)) for path, kind in NAMES.items()]
-    rewards = tree.get("reward")
-    asked += [(("reward", name), "rewards", name) for name in (rewards if isinstance(rewards, dict) else ())]
+    for key in ("reward", "eval_reward"):
+        terms = tree.get(key)
+        for name, term in terms.items() if isinstance(terms, dict) else ():
+            plugin = term.get("plugin") if isinstance(term, dict) else None
+            asked.append(((key, name, "plugin") if plugin else (key, name), "rewards", plugin or name))
     for path, kind, name in asked:
         try:
             if isinstance(name, str):
@@ -272,9 +298,10 @@ def _missing_plugins(tree: Tree) -> Iterator[tuple[Keys, str]]:
 def _missing_files(tree: Tree) -> Iterator[tuple[Keys, str]]:
     """Files and folders that do not exist; better now than in a worker while the others wait."""
     for path in (("data", "prompts"), ("data", "heldout")):
-        name = _dig(tree, path)
-        if isinstance(name, str) and not Path(name).expanduser().is_file():
-            yield path, f"{schema.dotted(path)}: file {Path(name).absolute()} does not exist"
+        named = _dig(tree, path)
+        for name in named if isinstance(named, dict) else [named]:
+            if isinstance(name, str) and not Path(name).expanduser().exists():
+                yield path, f"{schema.dotted(path)}: file {Path(name).absolute()} does not exist"
     name = _dig(tree, ("model", "path"))
     if isinstance(name, str) and not HUB_ID.fullmatch(name) and not Path(name).expanduser().is_dir():
         yield ("model", "path"), f"model.path: folder {Path(name).absolute()} does not exist"
@@ -284,9 +311,11 @@ def _misfits(config: RunConfig[Any]) -> Iterator[tuple[Keys, str]]:
     """What each section alone cannot know."""
     yield from _caught(("algorithm", "steps"), lambda: config.algorithm.steps.check(config.sampling.num_steps))
     yield from _caught(("schedule", "tag"), lambda: tag.parse(config.schedule.tag))
-    yield from _caught(("data", "prompts"), lambda: _check_batch(config))
-    yield from _caught(("reward",), RewardSet(config.reward, config.scoring.timeout_s, 1).check)
+    yield from _caught(("data", "prompts"), lambda: step_prompts(config))
+    for key, terms in (("reward", config.reward), ("eval_reward", config.eval_reward)):
+        yield from _caught((key,), RewardSet(terms, config.scoring.timeout_s, 1, key=key).check)
     yield from _caught(("schedule", "assist"), lambda: _check_helpers(config))
+    yield from _caught(("sampling", "guidance"), lambda: _check_guidance(config))
     yield from _caught(("trainer", "optimizer"), lambda: _check_optimizer(config.trainer))
     per_step, per_microbatch = config.data.prompts_per_step, config.schedule.prompts_per_microbatch
     if per_microbatch > per_step:
@@ -299,10 +328,14 @@ def _misfits(config: RunConfig[Any]) -> Iterator[tuple[Keys, str]]:
         yield path, f"{schema.dotted(path)}: got {got}, less than one micro-batch; allowed: 0, or {least:.3g} to 1"
 
 
-def _check_batch(config: RunConfig[Any]) -> None:
-    prompts, per_step = num_prompts(config), config.data.prompts_per_step
-    if prompts < per_step:
-        raise ConfigError(f"data.prompts_per_step: got {per_step}; allowed: 1 to {prompts}, the number of prompts")
+def _check_guidance(config: RunConfig[Any]) -> None:
+    """What is embedded costs no forward that could be left out, and the model expects it."""
+    model, scale = config.model.name, config.sampling.guidance
+    if config.algorithm.without_guidance and plugins.attribute("models", model, "embeds_guidance"):
+        raise ConfigError(
+            f"sampling.guidance={scale:g}: model {model!r} embeds guidance, so there is no forward to leave out as "
+            f"{config.algorithm.name} does; allowed with it: flowgrpo"
+        )
 
 
 def _check_helpers(config: RunConfig[Any]) -> None:

@@ -6,7 +6,7 @@ are ended and what it wrote is whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,26 +17,29 @@ from rich.console import Console
 
 from digen import plugins, trained
 from digen.calls import Calls
+from digen.checkpoint.manifest import rotate
 from digen.checkpoint.resume import Past, go_on, locked, make_again, stale_microbatches, write_facts
 from digen.config import GroupConfig, RunConfig, doubts
-from digen.data.prompts import load_prompts
 from digen.data.sampler import StepPrompts
 from digen.driver import Driver
 from digen.engines.base import Engine, WorkerGroup, WorkerSpec
 from digen.engines.together import all_at_once
 from digen.errors import ConfigError, DivergedError
+from digen.memory.here import check_memory
 from digen.observe.base import Observer
-from digen.observe.files import RunFolder, sweep, write_atomic
+from digen.observe.console import PlainView
+from digen.observe.files import JsonlObserver, RunFolder, sweep, write_atomic
 from digen.observe.live import RunInfo
-from digen.observe.many import open_observer
+from digen.observe.many import ManyObservers, open_observer
 from digen.observe.summary import Summary, print_summary, summarise_folder
+from digen.observe.video import video_format, video_notes
 from digen.preflight import check_weights
-from digen.presets import dump, payload, prompt_file
+from digen.presets import dump, payload, step_prompts
 from digen.rewards.base import RewardSet
 from digen.rewards.total import total
 from digen.schedule.costs import Costs
-from digen.types import Span, Start
-from digen.workload import TRAINER, finished_spans, generator_names
+from digen.types import Scores, Span, Start
+from digen.workload import SCORER, TRAINER, finished_spans, generator_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +62,17 @@ def run(
 ) -> RunSummary:
     """Train. Progress and the closing summary go to `console`; `costs` are known before anything is measured.
 
-    `resume`: go on with the run in `config.run_dir`; which keys that change results may differ from what they were.
+    `resume`: go on with the run in `config.run_dir`; which keys that change results may differ from what they were. Of
+    a run that has done all its steps nothing is left but the summary.
     Raises ConfigError or DataError before anything is started; WorkerError, RewardError, SyncError, DivergedError or
     CheckpointError when the run cannot go on.
     """
-    prompts = StepPrompts(
-        load_prompts(prompt_file(config, "prompts"), config.data.column),
-        config.data.prompts_per_step,
-        shuffle=config.data.shuffle,
-        seed=config.seed,
-    )
+    prompts = step_prompts(config)
     num_steps = prompts.num_steps(config.steps, config.epochs, config.trainer.updates_per_rollout)
-    RewardSet(config.reward, config.scoring.timeout_s).check()
+    check_rewards(config)
     check_weights(config.model)
+    notes = check_memory(config)
+    video_format(config)  # to be refused now, if at all
     if resume is None:
         weights_from(config)
         folder = RunFolder.create(config.run_dir, config.algorithm.name, config.model.name)
@@ -82,10 +83,19 @@ def run(
         past = Past() if resume is None else go_on(folder, config, num_steps, resume)
         write_atomic(folder.config, dump(config))
         write_facts(folder, config)
-        _train(Job(config, prompts, num_steps, folder, past, costs or _own_costs(config, folder)), console)
+        job = Job(config, prompts, num_steps, folder, past, costs or _own_costs(config, folder), notes)
+        (_train if past.version < num_steps else _end)(job, console)
     summary = summarise_folder(folder)
     print_summary(summary, console, folder.path)
     return RunSummary(folder.path, config.algorithm.name, config.model.name, summary)
+
+
+def check_rewards(config: RunConfig[Any]) -> None:
+    """Construct every reward, and see that what it loads is on this machine. Raises ConfigError naming what is not."""
+    rewards = RewardSet(config.reward, config.scoring.timeout_s)
+    rewards.check()
+    if missing := rewards.missing():
+        raise ConfigError("\n".join(missing))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,8 @@ class Job:
     folder: RunFolder
     past: Past
     costs: Costs
+    notes: Sequence[str] = ()
+    """What the preflight has to say."""
 
 
 def _train(job: Job, console: Console) -> None:
@@ -105,7 +117,7 @@ def _train(job: Job, console: Console) -> None:
     info = RunInfo(config.algorithm.name, config.model.name, config.seed, folder.path, job.num_steps)
     first, tensorboard = job.past.version, config.observe.tensorboard
     observer = open_observer(info, folder, console, tensorboard=tensorboard, first_step=first)
-    for note in (*doubts(config), *job.past.notes):
+    for note in (*doubts(config), *video_notes(config), *job.notes, *job.past.notes):
         observer.on_note(note)
     try:
         anyio.run(_run, job, observer)
@@ -113,13 +125,31 @@ def _train(job: Job, console: Console) -> None:
         observer.close()
 
 
+def _end(job: Job, console: Console) -> None:
+    """What may be missing of a run that was killed between its last checkpoint and its end: old checkpoints go.
+
+    Rows and sample grids are there, they come before the checkpoint. Raises DivergedError again if it ended with that.
+    """
+    config, folder, past = job.config, job.folder, job.past
+    info = RunInfo(config.algorithm.name, config.model.name, config.seed, folder.path, job.num_steps)
+    observer = ManyObservers(JsonlObserver(folder), PlainView(info, console))
+    for note in past.notes:
+        observer.on_note(note)
+    observer.close()
+    rotate(folder.checkpoints, config.checkpoint.keep, config.checkpoint.best)
+    if past.num_bad_steps >= config.trainer.max_bad_steps:
+        found = f"{past.num_bad_steps} steps in a row had a gradient that is not finite"
+        raise DivergedError(f"{folder.path}: the last {found}; trainer.max_bad_steps={config.trainer.max_bad_steps}")
+
+
 async def _run(job: Job, observer: Observer) -> None:
     config, past = job.config, job.past
     engine = make_engine(config)
     async with engine.open(specs(_as_workers_see_it(job), job.folder.logs)) as groups:
-        generators, trainer = [group for name, group in groups.items() if name != TRAINER], groups[TRAINER]
+        generators = [group for name, group in groups.items() if name not in (TRAINER, SCORER)]
+        trainer, scorer = groups[TRAINER], groups.get(SCORER)
         clock = Clock(past.elapsed_s) if past.checkpoint or past.elapsed_s else None
-        await load(groups, observer, clock)
+        await load(groups, observer, clock, _texts(job))
         await _note_cut_prompts(config, (generators or [trainer])[0], job.prompts, observer)
         start = await _begin(job, generators, trainer, observer, clock)
         driver = Driver(
@@ -128,18 +158,24 @@ async def _run(job: Job, observer: Observer) -> None:
             trainer,
             prompts=job.prompts,
             num_steps=job.num_steps,
-            total=partial(total, terms=config.reward),
+            total=_total(config),
             drop=engine.store.drop,
             observer=observer,
             run_dir=job.folder.path,
             start=start,
             costs=job.costs,
+            scorer=scorer,
         )
         try:
             await driver.run()
         except DivergedError:
             await driver.saves.finish(trainer)  # what was being written is sound
             raise
+
+
+def _total(config: RunConfig[Any]) -> Callable[[Scores], tuple[float, ...]]:
+    """Each row's reward, from its single ones."""
+    return partial(total, terms=config.reward, group_size=config.algorithm.samples_per_prompt)
 
 
 def _as_workers_see_it(job: Job) -> RunConfig[Any]:
@@ -162,7 +198,7 @@ async def _begin(
     await trainer.call("resume", past.checkpoint, past.version)
     stale = {step: count for step, count in past.stale.items() if step < job.num_steps}
     wanted = stale_microbatches(config, job.prompts, stale)
-    calls = Calls(config, partial(total, terms=config.reward), None, observer.on_note)
+    calls = Calls(config, _total(config), None, observer.on_note)
     made = await make_again(calls, generators, past, wanted)
     return Start(past.version, True, made, past.num_bad_steps, clock.now() if clock else 0.0)
 
@@ -202,14 +238,19 @@ def make_engine(config: RunConfig[Any]) -> Engine:
 
 
 def specs(config: RunConfig[Any], log_dir: Path) -> list[WorkerSpec]:
-    """The worker groups of a run: every generator replica, then the trainer; colocated runs have only the trainer."""
+    """The worker groups of a run: every generator replica, then the trainer, then what scores if neither does.
+
+    Colocated runs have no generators.
+    """
     generator, trainer = config.generator, config.trainer
     replicas = 0 if config.schedule.mode == "colocated" else generator.replicas
     names = generator_names(replicas) if replicas else ()
     target = plugins.target("generators", generator.backend)
+    apart = GroupConfig(devices=config.scoring.devices) if config.scoring.devices else None
     return [
         *(spec(config, name, target, generator, log_dir) for name in names),
         spec(config, TRAINER, plugins.target("trainers", trainer.backend), trainer, log_dir),
+        *([spec(config, SCORER, "digen.backends.scoring:Scorer", apart, log_dir)] if apart else []),
     ]
 
 
@@ -238,15 +279,23 @@ class Clock:
         return self.elapsed_s + anyio.current_time() - self.made_s
 
 
-async def load(groups: Mapping[str, WorkerGroup], observer: Observer | None = None, clock: Clock | None = None) -> None:
+async def load(
+    groups: Mapping[str, WorkerGroup],
+    observer: Observer | None = None,
+    clock: Clock | None = None,
+    prompts: Sequence[str] = (),
+) -> None:
     """Load models and rewards on all groups at once. Time 0 of a run is when the last one is ready.
 
-    With a `clock` a run goes on, and loading takes time of it.
+    With a `clock` a run goes on, and loading takes time of it. `prompts` are encoded first, while the text encoders
+    have the devices for themselves.
     """
     start = anyio.current_time()
     seconds: dict[str, float] = {}
 
     async def one(group: WorkerGroup) -> None:
+        if prompts:
+            await group.call("encode", tuple(prompts))
         await group.call("load")
         seconds[group.name] = anyio.current_time() - start
 
@@ -256,6 +305,14 @@ async def load(groups: Mapping[str, WorkerGroup], observer: Observer | None = No
         begin = clock.now() - whole if clock else -whole
         for name, end in seconds.items():
             observer.on_span(Span("load", name, 0, -1, 0, begin, begin + end))
+
+
+def _texts(job: Job) -> Sequence[str]:
+    """The prompts of the run, and what guidance leads them away from, in the order in which they are needed first."""
+    steps = range(job.past.version, min(job.num_steps, job.past.version + job.prompts.steps_per_epoch))
+    prompts = [prompt for step in steps for prompt in job.prompts(step)]
+    own = [p.negative for p in prompts if p.negative is not None] if job.config.sampling.guidance > 1 else []
+    return list(dict.fromkeys([*(p.text for p in prompts), *own]))
 
 
 async def _note_cut_prompts(

@@ -35,7 +35,7 @@ def keys(section: type[BaseModel]) -> dict[Keys, FieldInfo]:
         below: Keys = (name,)
         if _mapping(field.annotation):
             below = (name, ANY_NAME)
-            found[below] = FieldInfo(annotation=get_args(field.annotation)[1])
+            found[below] = FieldInfo(annotation=_value_type(field.annotation))
         for inner in _sections(field.annotation):
             for path, field_inside in keys(inner).items():
                 found[*below, *path] = _either(found.get((*below, *path)), field_inside)
@@ -114,8 +114,15 @@ def _either(known: FieldInfo | None, other: FieldInfo) -> FieldInfo:
 
 
 def _mapping(annotation: Any) -> bool:
+    """Whether it is a mapping, or may be one."""
+    return _value_type(annotation) is not None
+
+
+def _value_type(annotation: Any) -> Any:
     origin = get_origin(annotation)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
+    if origin in {Union, UnionType}:
+        return next((found for part in get_args(annotation) if (found := _value_type(part)) is not None), None)
+    return get_args(annotation)[1] if isinstance(origin, type) and issubclass(origin, Mapping) else None
 
 
 def dotted(path: Keys) -> str:

@@ -34,6 +34,8 @@ class GlobalStep:
     """Z of the loss, fixed here, before the first micro-batch (rule R11)."""
     kept_per_prompt: int
     """Samples of a group that are trained unless a reward fails."""
+    rows_together: int = 1
+    """How many neighbours among them are never parted (a loss of pairs)."""
     pending: deque[Piece] = field(init=False)
     shards: dict[int, list[Shard]] = field(default_factory=dict)
     """Of micro-batches that several workers share, by index, until the last row is there."""
@@ -119,6 +121,7 @@ class GlobalStep:
         index = min(self.ready)
         scored = self.ready.pop(index)
         kept = [row for row, keep in enumerate(scored.keep) if keep]
+        rows = -(-rows // self.rows_together) * self.rows_together
         if rows >= len(kept):
             return scored
         first = set(kept[:rows])
@@ -153,6 +156,7 @@ class GlobalStep:
         max_in_flight: int,
         ahead: int = 0,
         naive: bool = False,
+        scorer: Activity | None = None,
     ) -> Bubble:
         """The facts of a bubble of this step."""
         first = self.microbatches[0]
@@ -169,6 +173,7 @@ class GlobalStep:
             max_in_flight=max_in_flight,
             ahead=ahead,
             naive=naive,
+            scorer=scorer,
             rows=first.num_samples,
             kept=self.kept(first),
             pending_rows=sum(len(piece.rows) for piece in self.pending),

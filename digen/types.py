@@ -21,6 +21,8 @@ class Prompt:
     id: int
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    negative: str | None = None
+    """What guidance leads this prompt away from; None: `sampling.negative_prompt`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Weights of one version on their way to the generators: where they are and what they must hash to (rule R15)."""
+    """Weights of one version on their way to the generators: where they are, what a glance at them finds (rule R15)."""
 
     version: Version
     weights: Ref

@@ -26,6 +26,7 @@ from digen.settings import Setting, Tree, from_file, merge, source
 from digen.types import Span, SpanKind
 
 TRAINER = "trainer"
+SCORER = "scorer"
 STALENESS = 0.5
 """Of the mode `tcss`, where nothing else is said."""
 STEPS = 8

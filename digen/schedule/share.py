@@ -86,7 +86,7 @@ def share_of(schedule: ScheduleConfig) -> Share | None:
     """Who shares by `schedule.assist`; None: nobody."""
     if schedule.assist == "none":
         return None
-    return Share(trainer=schedule.assist in ("trainer", "both"), generators=schedule.generators_help)
+    return Share(trainer=schedule.assists, generators=schedule.generators_help)
 
 
 def _part(wanted: float, there: int, whole: int, *, at_least: bool = False) -> int:
@@ -116,7 +116,10 @@ class _Outlook:
             self.update |= {g.worker: self._row(g.worker, "help", bubble.kept) or update for g in bubble.generators}
         score = self._each_row("score", bubble.rows)
         self.score = sum(score.values()) / len(score) if score else 0.0
-        self.scoring_rows = bubble.unscored_rows * self.score / max(usual, 1e-12)
+        if bubble.scorer:
+            self.score = self._row(bubble.scorer.worker, "score", bubble.rows) or 0.0
+        scored_here = 0 if bubble.scorer else bubble.unscored_rows
+        self.scoring_rows = scored_here * self.score / max(usual, 1e-12)
         # The trainer's own part of the last micro-batch comes after all generation; what it has to train before that:
         together = 1.0 / sum(1.0 / max(each, 1e-12) for each in self.update.values())
         tail = bubble.kept * together
@@ -137,7 +140,9 @@ class _Outlook:
     @property
     def bubble_s(self) -> float:
         """How long the trainer has nothing to train if nobody helps it to: until the next score ends."""
-        score = self.score * self.bubble.rows
+        score, scorer = self.score * self.bubble.rows, self.bubble.scorer
+        if scorer and (scorer.kind or self.bubble.unscored):
+            return self._left(scorer) if scorer.kind else score
         free = [self.free[g.worker] for g in self.bubble.generators]
         if self.bubble.unscored:
             return min(free, default=inf) + score

@@ -70,6 +70,8 @@ class Bubble:
     """Samples that nobody has begun to train, not yet generated ones included."""
     next_ready: int = 0
     """Those of the first micro-batch in UQ."""
+    scorer: Activity | None = None
+    """The worker that scores, if the generators do not."""
 
     @property
     def updates_left(self) -> int:

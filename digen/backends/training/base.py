@@ -6,17 +6,18 @@ only ever written to and saved. Paper section 3.4.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from digen.backends.training.copies import Copy
 from digen.backends.training.options import Ema, learning_rate, make_optimizer, set_learning_rate
 from digen.backends.training.saving import SavingTrainer
-from digen.backends.worker import LOADING
 from digen.config import TrainerConfig
-from digen.types import MicroBatch, Published, Ref, Shard, StepReport, Version
+from digen.models.base import LOADING
+from digen.types import Published, Ref, StepReport, Version
 from digen.weights.base import publish
 from digen.weights.state import trainable
 
@@ -30,11 +31,11 @@ class TorchTrainer(SavingTrainer):
 
     @property
     def scores_here(self) -> bool:
-        return self.config.schedule.mode == "colocated"
+        return super().scores_here and self.config.schedule.mode == "colocated"
 
     @property
     def generates_here(self) -> bool:
-        return self.scores_here or self.config.schedule.trainer_generates
+        return self.config.schedule.mode == "colocated" or self.config.schedule.trainer_generates
 
     def load(self) -> None:
         with LOADING:
@@ -44,8 +45,44 @@ class TorchTrainer(SavingTrainer):
         self.optimizer = self._make_optimizer()
         average = self.config.trainer.ema
         self.ema = Ema(average, self.parts()) if average else None
+        self.old_policy = Copy.of(self.parts()) if self.algorithm.has_old_policy else None
+        self.start = self._start() if self.config.checkpoint.init_from and self.algorithm.loss.needs_reference else None
         self.begin_at(0)
         self._load_rewards()
+        self.offload()
+
+    def resting(self) -> Iterable[nn.Module | None]:
+        """Updates do not decode; the transformer they need."""
+        return (self.decoder,)
+
+    def _start(self) -> Copy:
+        """Where the weights of `--init-from` go, for losses to compare with: the frozen copy, or that of adapters."""
+        if self.base is None:
+            return Copy.of(self.parts())
+        whole = dict(self.base.named_parameters())
+        return Copy({name: whole[name].detach() for name in self.parts()})
+
+    @contextmanager
+    def _base_weights(self) -> Iterator[None]:
+        """Adapters that a run began with stand in for its present ones: the base of such a run is not without any."""
+        if self.start is None or self.base is not None:
+            with super()._base_weights():
+                yield
+            return
+        self.transport.settle()
+        with self.start.instead_of(self.parts()):
+            yield
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """What samples here is the policy that samples everywhere; what was published must have been copied by then."""
+        if self.old_policy is None:
+            with super().on_device():
+                yield
+            return
+        self.transport.settle()
+        with super().on_device(), self.old_policy.instead_of(self.parts()):
+            yield
 
     # What a subclass changes -------------------------------------------------------------------------------------
 
@@ -64,15 +101,7 @@ class TorchTrainer(SavingTrainer):
         """The whole tensors of such parts, on rank 0 at least; called on all ranks."""
         return {name: self.full(part) for name, part in parts.items()}
 
-    def generating(self) -> AbstractContextManager[None]:
-        """What `generate` runs in: whatever must happen before and after it, on all ranks."""
-        return nullcontext()
-
     # -------------------------------------------------------------------------------------------------------------
-
-    def generate(self, microbatch: MicroBatch, version: Version, rows: tuple[int, ...]) -> Shard:
-        with self.generating():
-            return super().generate(microbatch, version, rows)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.config.trainer, list(trainable(self.model.transformer).values()))
@@ -89,9 +118,12 @@ class TorchTrainer(SavingTrainer):
 
     def end_step(self) -> None:
         """The step counts, whether or not its gradient was applied, and the average follows."""
+        self.make_room()
         if self.ema is not None:
             self.ema.update(self.parts(), self.version)
         self.version += 1
+        if self.old_policy is not None and self.version % self.config.trainer.updates_per_rollout == 0:
+            self.old_policy.follow(self.parts(), self.algorithm.old_policy_keeps(self.version))
 
     def add_gradients(self, handed: Ref) -> None:
         """Add what a generator accumulated of this step (its `hand_gradients`) to the gradients here."""
@@ -130,7 +162,7 @@ class TorchTrainer(SavingTrainer):
     def push(self, version: Version) -> Published | None:
         if version != self.version:
             raise RuntimeError(f"asked to publish version {version} but the weights here are {self.version}")
-        state = self.state()
+        state = self.sampling_state()
         self.remember(state)
         if self.context.rank != 0:
             return None

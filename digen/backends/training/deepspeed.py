@@ -248,10 +248,8 @@ class DeepSpeedTrainer(TorchTrainer):
             load_trainable(self.module, {name: pieces.whole(name) for name in pieces.shapes})
         self.engine.optimizer.refresh_fp32_params()
 
-    def load_average(self, pieces: Pieces) -> None:
-        if self.ema is not None:
-            own, known = self.parts(), bool(pieces.shapes)
-            self.ema.load({name: self.part(pieces.whole(name), part) if known else part for name, part in own.items()})
+    def read(self, pieces: Pieces) -> dict[str, Tensor]:
+        return {name: self.part(pieces.whole(name), part) for name, part in self.parts().items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_optimizer_state

@@ -40,7 +40,7 @@ class FsdpTrainer(TorchTrainer):
     def _load_model(self) -> None:
         super()._load_model()
         if self.generates_here and self.config.trainer.generate_with == "copy":
-            self.copy = GenerationCopy(self._load_copy())
+            self.copy = GenerationCopy(self._load_copy(), self.model.device)
 
     def _load_copy(self) -> torch.nn.Module:
         """The model once more, whole, in host memory."""
@@ -85,10 +85,12 @@ class FsdpTrainer(TorchTrainer):
 
     # Generation: the context switch is part of the call that generates, and so of what an assist is known to cost ----
 
-    def generating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
         ways: Mapping[str, Callable[[], AbstractContextManager[None]]]
         ways = {"sharded": nullcontext, "gathered": self._gathered, "copy": self._instead}
-        return ways[self.config.trainer.generate_with]()
+        with super().on_device(), ways[self.config.trainer.generate_with]():
+            yield
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
@@ -120,8 +122,8 @@ class FsdpTrainer(TorchTrainer):
         assert self.copy is not None
         live = self.model.transformer
         self.copy.refresh(self.version, ((name, self.full(part)) for name, part in self.parts().items()))
-        with self.copy.loaded(self.model.device) as whole:
-            self.model.transformer = whole
+        with self.copy.offloaded.loaded():
+            self.model.transformer = self.copy.module
             try:
                 yield
             finally:
