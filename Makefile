@@ -10,7 +10,9 @@ export HF_HUB_OFFLINE = 1
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-slow check install clean
+OLDEST := build/oldest
+
+.PHONY: demo test test-slow test-oldest check install clean
 
 demo: install  ## train the bundled model for about four minutes, then compare it with the base model
 	rm -rf runs/demo
@@ -22,6 +24,10 @@ test: install  ## the default test suite
 
 test-slow: install  ## longer tests: learning, equality of all schedules, every command of the README
 	$(PYTEST) -m slow
+
+test-oldest: install $(OLDEST)/installed  ## latents and pixels of the pipelines, with the oldest libraries that are allowed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/test_models.py -p no:cacheprovider \
+	  -k "plain_pipeline or as_if_alone or ratio_one"
 
 check: install  ## style, types, layers
 	$(BIN)/ruff check
@@ -35,6 +41,14 @@ install: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "digen needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+# What .venv has is found after what is installed here, so that nothing large is there twice.
+$(OLDEST)/installed: pyproject.toml
+	$(BIN)/python -m venv --clear $(OLDEST)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
+	$(OLDEST)/bin/python -m pip install --quiet diffusers==0.40.0 transformers==5.13.0
 	touch $@
 
 clean:

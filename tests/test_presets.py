@@ -249,7 +249,13 @@ def test_checking_a_run_imports_neither_torch_nor_a_model() -> None:
 
 # --- P61: booleans ---
 
-BOOLEANS = [".".join(path) for path, field in KNOWN.items() if "true or false" in schema.allowed(field)]
+NAMED = {"reward": "ocr", "eval_reward": "jpeg-compressibility"}
+"""What stands for <name> in there."""
+BOOLEANS = [
+    ".".join(path).replace("<name>", NAMED.get(path[0], ""))
+    for path, field in KNOWN.items()
+    if "true or false" in schema.allowed(field)
+]
 NEEDED = {
     "algorithm.steps.per_sample": ["algorithm.steps.type=random-fraction"],
     "trainer.cpu_offload": ["trainer.backend=deepspeed"],
@@ -259,7 +265,7 @@ NEEDED = {
 def value_at(config: RunConfig[Any], key: str) -> object:
     value: object = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
     return value
 
 
