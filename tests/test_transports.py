@@ -151,6 +151,18 @@ def test_two_replicas_pull_at_different_times_and_one_may_skip_a_version(case: C
     assert case.has(3, "generator-1")
 
 
+def test_a_version_that_was_not_dropped_can_be_pulled_and_proven_however_many_came_after_it(case: Case) -> None:
+    case.begin(replicas=2)
+    first = case.push(1, seed=1)
+    case.pull(first, "generator-0")
+    for version in range(2, 14):
+        later = case.push(version, seed=version)
+        case.pull(later, "generator-0")
+        case.drop(later)
+    case.pull(first, "generator-1")
+    assert case.has(1, "generator-1")
+
+
 def test_replicas_may_pull_before_and_after_the_trainer_changes_its_weights(case: Case) -> None:
     case.begin(replicas=2)
     for version in (1, 2):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,7 +32,7 @@ TICKET = "ticket"
 POLL_S = 0.005
 """How often a replica looks whether the trainer has sent word of the weights that it pulled."""
 KEPT = 8
-"""Versions of which the trainer's word is kept: a replica asks for it a moment after its pull."""
+"""Dropped versions of which the trainer's word is kept: a replica asks for it a moment after its pull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,8 @@ class WeightTransport(ABC):
         self.pushed: dict[str, tuple[Ref, Ticket]] = {}
         """What this side published and has not freed yet, by the key of its ticket."""
         self.num_pushed = 0
-        self.words: deque[Word] = deque()
+        self.words: list[tuple[Ref, Word]] = []
+        """Of these tickets."""
         self.sending: Beside | None = None
         self.proving: Beside | None = None
         self.closing = Event()
@@ -126,8 +126,9 @@ class WeightTransport(ABC):
         for beside in (self.sending, self.proving):
             if beside:
                 beside.thread.join()
-        while self.words:
-            self.words.popleft().drop()
+        for _, word in self.words:
+            word.drop()
+        self.words.clear()
         for _, ticket in self.pushed.values():
             self.free(ticket)
         self.pushed.clear()
@@ -150,10 +151,9 @@ class WeightTransport(ABC):
         entry = {**ticket.carried, TICKET: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
         ref = replace(self.context.store.put(key, entry), nbytes=ticket.layout.nbytes)
         self.pushed[key] = ref, replace(ticket, carried={})
-        self.words.append(Word.of(ref, self.context.store))
-        if len(self.words) > KEPT:
-            self.words.popleft().drop()
-        self.sending = Beside(partial(self._send, ticket, tensors, self.words[-1]))
+        word = Word.of(ref, self.context.store)
+        self.words.append((ref, word))
+        self.sending = Beside(partial(self._send, ticket, tensors, word))
         return ref
 
     def _send(self, ticket: Ticket, tensors: Mapping[str, Tensor], word: Word) -> None:
@@ -223,6 +223,10 @@ class WeightTransport(ABC):
             if not self.context.store.has(ref):
                 del self.pushed[key]
                 self.free(ticket)
+        dropped = [entry for entry in self.words if entry[0].key not in self.pushed]
+        for entry in dropped[:-KEPT]:
+            self.words.remove(entry)
+            entry[1].drop()
 
 
 class Beside:
