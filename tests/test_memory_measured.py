@@ -22,6 +22,7 @@ from digen.models import tiny
 from digen.presets import payload, resolve
 from digen.types import MicroBatch, Prompt, Rollout, ScoredRollout, Shard
 
+pytestmark = pytest.mark.slow
 WORKERS = Path(__file__).with_name("workers_for_memory.py")
 NUM_STEPS = 5
 """Of which all but the last are trained."""
@@ -129,7 +130,9 @@ def local(config: RunConfig[Any], kind: str) -> Any:
 LOCAL = (
     (LORA, "trainer.tsp=4"),
     (FULL, "trainer.tsp=4", CHECKPOINTED),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in ((FULL,), (FULL, "trainer.tsp=4"), (LORA, CHECKPOINTED))),
+    (FULL,),
+    (FULL, "trainer.tsp=4"),
+    (LORA, CHECKPOINTED),
 )
 
 
@@ -156,7 +159,6 @@ def engine(warm: Any) -> Iterator[Any]:
         yield made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
