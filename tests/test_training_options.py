@@ -289,7 +289,7 @@ def test_p43_two_ranks_without_a_gpu_have_the_same_rates_and_the_same_average_as
     folders = start(tmp_path / "local", *options), start(tmp_path / "sharded", *options, *more)
     rows = [[row["learning_rate"] for row in read_rows(f / "metrics.jsonl")] for f in folders]
     assert rows[0] == rows[1] == pytest.approx([0.3, 0.15])
-    for name in ("weights", "ema"):
+    for name in (WEIGHTS, EMA):
         a, b = (newest(folder, name) for folder in folders)
         assert a.keys() == b.keys()
         assert max(float((a[n] - b[n]).abs().max()) for n in a) <= 1e-6
