@@ -383,7 +383,10 @@ def test_p84_a_full_disk_and_a_read_only_folder_are_named_and_nothing_is_lost(
         assert_same(go_on(folder), whole("adapters"))
 
 
-def test_saving_holds_training_up_for_less_than_a_twentieth_of_a_step_and_the_trace_shows_it(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_saving_holds_training_up_for_less_than_a_twentieth_of_a_step_and_the_trace_shows_it(
+    tmp_path: Path, warm: None
+) -> None:
     """Full weights, their average and two moments: 17 MB that must be copied, hashed, written and fsynced each step."""
     longer = [
         "data.prompts_per_step=4",
@@ -391,7 +394,7 @@ def test_saving_holds_training_up_for_less_than_a_twentieth_of_a_step_and_the_tr
         "sampling.num_steps=6",
         "observe.grid_every=0",
     ]
-    folder = start(tmp_path / "run", "trainer.ema={decay: 0.9}", *longer)
+    folder = start(tmp_path / "run", "trainer.ema={decay: 0.9}", *longer, *PROCESSES)  # as it is: threads share a lock
     newest = folder / "checkpoints" / "step_000006"
     assert sum(path.stat().st_size for path in newest.rglob("*")) > 16e6
     *saves, last = (span for span in read_spans(folder / "events.jsonl") if span.kind == "save")
