@@ -390,7 +390,7 @@ def test_saving_holds_training_up_for_less_than_a_twentieth_of_a_step_and_the_tr
     """Full weights, their average and two moments: 17 MB that must be copied, hashed, written and fsynced each step."""
     longer = [
         "data.prompts_per_step=4",
-        "algorithm.samples_per_prompt=4",
+        "algorithm.samples_per_prompt=8",
         "sampling.num_steps=6",
         "observe.grid_every=0",
     ]
