@@ -295,7 +295,7 @@ def test_a_truncated_file_in_shared_memory_names_the_tensor(case: Case) -> None:
     published = case.push(1, 1)
     (file,) = (case.rig.engine.store.folder / case.folder.name).glob("weights-*")  # type: ignore[attr-defined]
     os.truncate(file, 5000)
-    assert "is truncated: first.weight of version 1 ends at byte 84000, there are 4992 (7 of 7" in pulled_in_vain(
+    assert "is truncated: first.weight of version 1 ends at byte 84000, there are 4984 (7 of 7" in pulled_in_vain(
         case, published
     )
     file.unlink()

@@ -30,7 +30,7 @@ from digen.weights.layout import Layout
 
 TICKET = "ticket"
 POLL_S = 0.005
-"""How often a replica looks whether the trainer has sent word of the weights that it pulled."""
+"""How often the trainer looks whether a replica has what it sent, and the replica whether the trainer has sent word."""
 KEPT = 8
 """Dropped versions of which the trainer's word is kept: a replica asks for it a moment after its pull."""
 
@@ -103,6 +103,8 @@ class WeightTransport(ABC):
         self.sending: Beside | None = None
         self.proving: Beside | None = None
         self.closing = Event()
+        self.settling = Event()
+        """What was pushed last is about to change."""
 
     @abstractmethod
     def place(self, layout: Layout) -> Ticket:
@@ -116,6 +118,12 @@ class WeightTransport(ABC):
     def receive(self, ticket: Ticket, into: Mapping[str, Tensor]) -> None:
         """Copy them from there. Raises SyncError, with nothing written if that can be known before."""
 
+    def arrived(self, ticket: Ticket) -> bool:  # noqa: ARG002 - for those who know
+        """Whether some replica has all of it. Until then the trainer does not hash it, for that would take the memory's
+        bandwidth from the copies; unless the weights are about to change.
+        """
+        return True
+
     @abstractmethod
     def free(self, ticket: Ticket) -> None:
         """Give up what a dropped ticket stands for."""
@@ -123,6 +131,7 @@ class WeightTransport(ABC):
     def close(self) -> None:
         """End threads, and free what is left; no call follows."""
         self.closing.set()
+        self.settling.set()
         for beside in (self.sending, self.proving):
             if beside:
                 beside.thread.join()
@@ -153,6 +162,7 @@ class WeightTransport(ABC):
         self.pushed[key] = ref, replace(ticket, carried={})
         word = Word.of(ref, self.context.store)
         self.words.append((ref, word))
+        self.settling.clear()
         self.sending = Beside(partial(self._send, ticket, tensors, word))
         return ref
 
@@ -161,6 +171,8 @@ class WeightTransport(ABC):
         try:
             if self.sends_beside:
                 self.send(ticket, tensors)
+            while not (self.arrived(ticket) or self.settling.wait(POLL_S)):
+                pass
             found = fingerprint(tensors, self.dtype)
         except Exception as error:
             word.give(problem=f"{type(error).__name__}: {error}")
@@ -172,6 +184,7 @@ class WeightTransport(ABC):
 
         Raises what `send` raised.
         """
+        self.settling.set()
         sending, self.sending = self.sending, None
         if sending:
             sending.wait()

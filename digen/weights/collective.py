@@ -65,6 +65,11 @@ class CollectiveTransport(WeightTransport):
             self.held[ticket.where] = Held(ticket.layout, tensors)
             self.changed.notify_all()
 
+    def arrived(self, ticket: Ticket) -> bool:
+        with self.changed:
+            held = self.held.get(ticket.where)
+            return held is None or bool(held.sent_to)
+
     def settle(self) -> None:
         """Copy what some replica has not got yet; SyncError if one takes longer than it may to receive it."""
         super().settle()

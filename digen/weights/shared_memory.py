@@ -28,14 +28,14 @@ from digen.weights.layout import Layout
 PIECE = 1 << 22
 """Bytes that are copied between two looks at how far the other side is."""
 POLL_S = 0.0002
-PROGRESS = 8
-"""Bytes at the end of a file that say how many others are there."""
+PROGRESS = 16
+"""Bytes at the end of a file: how many others are there, and how many of them some replica has."""
 MOST_SPARE = 1
 """Files that wait for the next version while no ticket stands for them."""
 
 
 def _file_size(layout: Layout) -> int:
-    return -(-layout.nbytes // PROGRESS) * PROGRESS + PROGRESS
+    return -(-layout.nbytes // 8) * 8 + PROGRESS
 
 
 def _progress(file: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class SharedMemoryTransport(WeightTransport):
 
     def place(self, layout: Layout) -> Ticket:
         name = self._free_file(_file_size(layout))
-        _progress(self._map(name))[0] = 0
+        _progress(self._map(name)).zero_()
         return Ticket(layout, name)
 
     def send(self, ticket: Ticket, tensors: Mapping[str, Tensor]) -> None:
@@ -82,6 +82,10 @@ class SharedMemoryTransport(WeightTransport):
         for start, end in layout.cuts(PIECE):
             self._wait(progress, end, ticket)
             layout.unpack(file[start:end], into, start)
+        progress[1] = layout.nbytes
+
+    def arrived(self, ticket: Ticket) -> bool:
+        return int(_progress(self.mapped[ticket.where])[1]) == ticket.layout.nbytes
 
     def _wait(self, progress: Tensor, end: int, ticket: Ticket) -> None:
         limit = time.monotonic() + self.config.weights.timeout_s
