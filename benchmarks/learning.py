@@ -43,6 +43,7 @@ SHORT = (
 AT_ONCE = 2
 DEMO = ("<!-- results of benchmarks/learning.py -->", "<!-- end of results -->")
 OTHERS = ("<!-- variants of benchmarks/learning.py -->", "<!-- end of variants -->")
+SAMPLES = "mean OCR reward of the step's samples"
 MARGINS = {"base_reward": 0.02, "gain": 0.1, "ratio/max_error": 1e-6, "clip_fraction/mean": 1e-6, "grad_norm": 1e-3}
 Result = dict[str, Any]
 
@@ -77,6 +78,7 @@ def measure(algorithm: str, seed: int, folder: Path, overrides: Sequence[str]) -
         "base_reward": report["base_reward"],
         "trained_reward": report["trained_reward"],
         "gain": report["gain"],
+        "curve": [round(row["reward/mean"], 4) for row in rows],
         **{key: max(values) for key, values in found.items() if values},
     }
 
@@ -144,7 +146,7 @@ def demo(folder: Path, overrides: Sequence[str]) -> None:
     plot_curves(
         {name: read_rows(run / "metrics.jsonl") for name, run in curves.items()},
         DOCS / "learning.png",
-        label="mean OCR reward of the step's samples",
+        label=SAMPLES,
     )
     publish({**known(), "results": results, "ranges": ranges(results)}, results, DEMO)
     print(f"mean gain of flowgrpo: {fmean(r['gain'] for r in results if r['algorithm'] == 'flowgrpo'):+.3f}")
@@ -157,6 +159,15 @@ def variants(folder: Path, overrides: Sequence[str], only: Sequence[str]) -> Non
         new = list(pool.map(lambda one: measure(*one, folder, overrides), wanted))
     kept = [r for r in known()["variants"] if (r["algorithm"], r["seed"]) not in wanted]
     results = sorted([*kept, *new], key=lambda r: (VARIANTS.index(r["algorithm"]), r["seed"]))
+    plot_curves(
+        {
+            f"{r['algorithm']}, seed {r['seed']}": [{"step": k, "reward/mean": y} for k, y in enumerate(r["curve"])]
+            for r in results
+            if r["seed"] == SEEDS[0]
+        },
+        DOCS / "learning-variants.png",
+        label=SAMPLES,
+    )
     publish({**known(), "variants": results, "variant_ranges": ranges(results)}, results, OTHERS)
 
 

@@ -45,5 +45,8 @@ def test_every_other_algorithm_raises_the_held_out_reward_with_each_of_two_seeds
     assert len(found) == 2
     assert min(found) >= 0.03
     assert all(f"{gain:+.3f}" in PAGE for gain in found)
+    for run in (r for r in DOCUMENT["variants"] if r["algorithm"] == algorithm):
+        assert len(run["curve"]) == run["steps"] == 16
+        assert sum(run["curve"][-4:]) > sum(run["curve"][:4])
     low, high = DOCUMENT["variant_ranges"][algorithm]["gain"]
     assert low <= min(found) <= max(found) <= high

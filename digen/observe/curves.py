@@ -21,7 +21,8 @@ WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 40, 48
 SHARPNESS, DENSITY = 4, 2
 """Drawn 4 times larger and scaled down to 2 times: Pillow's lines have no smoothing of their own."""
-COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a")
+COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#57606a", "#bf3989", "#9a6700")
+LEGEND_ROWS, LEGEND_WIDTH = 4, 160
 INK, PALE = "#1b1f24", "#d8dee4"
 
 
@@ -117,6 +118,7 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def _legend(draw: ImageDraw.ImageDraw, index: int, name: str) -> None:
-    x, y = (LEFT + 12) * SHARPNESS, (TOP + 12 + 18 * index) * SHARPNESS
+    column, row = divmod(index, LEGEND_ROWS)
+    x, y = (LEFT + 12 + LEGEND_WIDTH * column) * SHARPNESS, (TOP + 12 + 18 * row) * SHARPNESS
     draw.line((x, y, x + 20 * SHARPNESS, y), fill=COLOURS[index % len(COLOURS)], width=3 * SHARPNESS)
     draw.text((x + 28 * SHARPNESS, y), name, fill=INK, font=_font(12), anchor="lm")
