@@ -11,8 +11,11 @@ JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 OLDEST := build/oldest
+VLLM := build/vllm
+# Further options for pip where torch's CPU builds are not in the usual index, e.g. --extra-index-url URL.
+PIP_OPTIONS ?=
 
-.PHONY: demo test test-slow test-oldest check install clean
+.PHONY: demo test test-slow test-oldest test-vllm vllm check install clean
 
 demo: install  ## train the bundled model for about four minutes, then compare it with the base model
 	rm -rf runs/demo
@@ -28,6 +31,13 @@ test-slow: install  ## longer tests: learning, equality of all schedules, every 
 test-oldest: install $(OLDEST)/installed  ## latents and pixels of the pipelines, with the oldest libraries that are allowed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/test_models.py -p no:cacheprovider \
 	  -k "plain_pipeline or as_if_alone or ratio_one"
+
+test-vllm: vllm  ## the generator vllm-omni on the real engine, on CPU, in an environment of its own
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR TQDM_DISABLE=1 $(VLLM)/bin/python -m pytest tests/vllm -m vllm -W ignore \
+	  -p no:cacheprovider
+	$(BIN)/python .ci/vllm.py record
+
+vllm: install $(VLLM)/installed
 
 check: install  ## style, types, layers
 	$(BIN)/ruff check
@@ -49,6 +59,19 @@ $(OLDEST)/installed: pyproject.toml
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(OLDEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
 	$(OLDEST)/bin/python -m pip install --quiet diffusers==0.40.0 transformers==5.13.0
+	touch $@
+
+# The engine pins other versions of what .venv has; all that it does not pin is found there, after what is here.
+$(VLLM)/installed: $(wildcard tests/vllm/*.txt) $(shell find tests/vllm/plugin -name '*.py' -o -name '*.toml')
+	$(BIN)/python -m venv --clear $(VLLM)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newest.pth"
+	$(VLLM)/bin/python -m pip install --quiet $(PIP_OPTIONS) --no-deps -r tests/vllm/engine.txt
+	$(VLLM)/bin/python -m pip install --quiet $(PIP_OPTIONS) -r tests/vllm/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation ./tests/vllm/plugin
+	cp tests/vllm/plugin/tv_schema_shim.py "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	echo 'import tv_schema_shim' \
+	  > "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/a_tv_schema_shim.pth"
 	touch $@
 
 clean:
