@@ -63,7 +63,7 @@ serving = partial(load("serving"), said(rating), {"object": "list", "data": [{"i
 
 
 def judge(url: str, *, timeout_s: float = 30.0, retries: int = 0, kind: type[Judge] = Judge, **options: Any) -> Judge:
-    reward = kind(url, "tiny", timeout_s=timeout_s, retries=retries, **options)
+    reward = kind("tiny", url, timeout_s=timeout_s, retries=retries, **options)
     limits = reward.endpoint.limits
     reward.endpoint.limits = Limits(limits.concurrency, timeout_s, retries, back_off_s=0.01)
     return reward
@@ -168,6 +168,29 @@ def test_what_failed_is_asked_again() -> None:
         assert server.asked == 6
 
 
+def test_a_picture_that_the_server_refuses_is_not_sent_again_and_its_reason_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(handler: Any, body: bytes) -> None:
+        handler.reply(b'{"error": {"message":\n "cannot identify image"}}' + b" " * 9999, 400)
+
+    with serving(refuse) as server:
+        reward = judge(server.url, retries=3, concurrency=1)
+        assert ask(reward) == [None, *RIGHT[1:]]
+        assert reward.endpoint.failures == {"status 400": 1}
+        assert server.asked == 3
+    assert '1 x status 400: {"error": {"message": "cannot identify image"}}' in caplog.text
+
+
+def test_a_server_on_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing is
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with serving() as server:
+        assert ask(judge(server.url)) == RIGHT
+
+
 def test_a_transcript_is_never_taken_for_a_rating_nor_the_other_way_round() -> None:
     with serving() as server:
         assert ask(judge(server.url, mode="text")) == [None] * 3
@@ -178,16 +201,16 @@ def test_a_transcript_is_never_taken_for_a_rating_nor_the_other_way_round() -> N
 def test_a_model_that_the_server_does_not_have_and_a_server_of_another_kind_are_named_at_load() -> None:
     with serving() as server:
         with pytest.raises(RewardError, match="has no model 'huge'; it has: tiny, other"):
-            Judge(server.url, "huge").load()
+            Judge("huge", server.url).load()
         server.page = {"hello": "world"}
         with pytest.raises(RewardError, match="is no OpenAI-compatible API"):
-            Judge(server.url, "tiny").load()
+            Judge("tiny", server.url).load()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "tiny"}, "reward.judge.url is required"),
+        ({"model": "tiny"}, "reward.judge: url is required, or serve=true"),
         ({"url": "http://x"}, "reward.judge.model is required"),
         ({"url": "x", "model": "tiny"}, "reward.judge: url: got 'x'"),
         ({"url": "http://x", "model": "tiny", "low": 5}, "reward.judge: low=5 must be below high=5"),

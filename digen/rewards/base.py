@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from digen.rewards.judge_server import ModelServer
+
 log = logging.getLogger(__name__)
 
 
@@ -34,8 +36,8 @@ class RewardFn(Protocol):
 
     A class is constructed with the options of its term (`reward.<name>.<option>`) and must not load anything then. It
     may have `check()`, called before anything is loaded, which raises ConfigError; `missing()`, which says what must be
-    downloaded, or None; and `load()`, called once in the worker. A function's options are its parameters after the
-    third.
+    downloaded, or None; `served_by`, the server that the run must start, or None; and `load()`, called once in the
+    worker. A function's options are its parameters after the third.
     """
 
     def __call__(
@@ -83,6 +85,12 @@ class RewardSet:
         self.check()
         asked = (getattr(reward, "missing", None) for reward in self._rewards.values())
         return [sentence for ask in asked if ask and (sentence := ask())]
+
+    def servers(self) -> dict[str, ModelServer]:
+        """What the run must start before the rewards can be loaded (their `served_by`), by the name of the reward."""
+        self.check()
+        found = {name: getattr(reward, "served_by", None) for name, reward in self._rewards.items()}
+        return {name: server for name, server in found.items() if server is not None}
 
     def load(self) -> None:
         """Load what the rewards need. Call it once, in the worker that scores."""

@@ -7,62 +7,59 @@
 | `hpsv2` | cosine, about 0.2 to 0.35 | HPS v2 (https://arxiv.org/abs/2306.09341) |
 | `aesthetic` | a linear head on the picture's embedding, about 1 to 10 | LAION's predictor on CLIP ViT-L/14 |
 
-The divisors 30 and 26 are flow_grpo's. Invariant: a value is a function of a sample's own pixels and prompt; what else
-is in a batch changes it by rounding at most. Of a video the mean over `frames` frames counts.
+The divisors 30 and 26 are flow_grpo's. Invariant: embeddings have length 1 and are made in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from digen.rewards import weights
-from digen.rewards.frames import mean_over_frames
+from digen.rewards.pictures import Count, PictureReward, frozen
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-Count = Annotated[int, Field(ge=1)]
 LAION_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OPENAI_L = "openai/clip-vit-large-patch14"
 
 
-class Clip:
+class Clip(PictureReward):
     """What the rewards of this file share: a CLIP model in float32 and its embeddings, normalised."""
 
-    name: ClassVar[str]
+    published: ClassVar[tuple[str, str]]
+    """What `path` and `processor` are if they are not set."""
 
-    def __init__(self, path: str, processor: str, device: str, batch_size: int, frames: int) -> None:
-        self.sources: list[weights.Repository | weights.WeightFile] = [
-            model := weights.Repository(path, "path", weights.MODEL),
-            reader := weights.Repository(processor, "processor", (*weights.PREPROCESSOR, *weights.TOKENIZER)),
-        ]
-        self._path, self._processor = model, reader
-        self._device, self._batch_size, self._frames = device, batch_size, frames
+    def __init__(
+        self,
+        path: str | None = None,
+        processor: str | None = None,
+        device: str = "cpu",
+        batch_size: Count = 16,
+        frames: Count = 4,
+    ) -> None:
+        """Options of the term.
 
-    def missing(self) -> str | None:
-        """What must be downloaded first."""
-        return weights.all_missing(self.name, self.sources)
+        path: folder or hub id of the weights; None: the published ones. processor: the same of tokenizer and settings.
+        device: where the model is. batch_size: pictures in one pass. frames: so many of a video count.
+        """
+        model, reader = self.published
+        self._path = weights.Repository(path or model, "path", weights.MODEL)
+        files = (*weights.PREPROCESSOR, *weights.TOKENIZER)
+        self._processor = weights.Repository(processor or reader, "processor", files)
+        super().__init__([self._path, self._processor], device, batch_size, frames)
 
     def load(self) -> None:
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
         found = CLIPModel.from_pretrained(self._path.folder, use_safetensors=True, dtype="float32")
-        self.model = found.eval().requires_grad_(False).to(self._device)
+        self.model = frozen(found, self.device)
         self.tokenizer = AutoTokenizer.from_pretrained(self._processor.folder)
         self.reader = AutoImageProcessor.from_pretrained(self._processor.folder, backend="pil")
-
-    def __call__(self, media: NDArray[np.uint8], prompts: list[str], metadata: list[Mapping[str, Any]]) -> list[float]:  # noqa: ARG002
-        return mean_over_frames(media, prompts, self._frames, self._scores)
-
-    def value(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:
-        """Values (N,) of pictures (N, height, width, 3) and their prompts."""
-        raise NotImplementedError
 
     def cosines(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:
         """Cosines (N,) of the embeddings of pictures and their prompts."""
@@ -76,7 +73,7 @@ class Clip:
 
     def images(self, images: NDArray[np.uint8]) -> Tensor:
         """Embeddings (N, C) of length 1 of pictures (N, height, width, 3)."""
-        pixels = self.reader(images=list(images), return_tensors="pt")["pixel_values"].to(self._device)
+        pixels = self.reader(images=list(images), return_tensors="pt")["pixel_values"].to(self.device)
         pooled = self.model.vision_model(pixel_values=pixels).pooler_output
         return _unit(self.model.visual_projection(pooled))
 
@@ -85,19 +82,9 @@ class Clip:
         limit = self.model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
         pooled = self.model.text_model(
-            input_ids=tokens["input_ids"].to(self._device), attention_mask=tokens["attention_mask"].to(self._device)
+            input_ids=tokens["input_ids"].to(self.device), attention_mask=tokens["attention_mask"].to(self.device)
         ).pooler_output
         return _unit(self.model.text_projection(pooled))
-
-    def _scores(self, images: NDArray[np.uint8], prompts: list[str]) -> list[float]:
-        import torch
-
-        with torch.inference_mode():
-            parts = [self.value(images[rows], prompts[rows]) for rows in self._cuts(len(images))]
-            return [float(value) for value in torch.cat(parts).double().cpu()]
-
-    def _cuts(self, count: int) -> Iterator[slice]:
-        yield from (slice(k, k + self._batch_size) for k in range(0, count, self._batch_size))
 
 
 def _unit(embedding_NC: Any) -> Tensor:
@@ -109,16 +96,7 @@ class ClipScore(Clip):
     """How well a picture fits its prompt, by CLIP: logit / 30."""
 
     name = "clip-score"
-
-    def __init__(
-        self,
-        path: str = OPENAI_L,
-        processor: str = OPENAI_L,
-        device: str = "cpu",
-        batch_size: Count = 16,
-        frames: Count = 4,
-    ) -> None:
-        super().__init__(path, processor, device, batch_size, frames)
+    published = (OPENAI_L, OPENAI_L)
 
     def value(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:
         return self.scale * self.cosines(images, prompts) / 30
@@ -128,16 +106,7 @@ class PickScore(Clip):
     """What people preferred of two pictures for a prompt, by a CLIP model trained on Pick-a-Pic: logit / 26."""
 
     name = "pickscore"
-
-    def __init__(
-        self,
-        path: str = "yuvalkirstain/PickScore_v1",
-        processor: str = LAION_H,
-        device: str = "cpu",
-        batch_size: Count = 16,
-        frames: Count = 4,
-    ) -> None:
-        super().__init__(path, processor, device, batch_size, frames)
+    published = ("yuvalkirstain/PickScore_v1", LAION_H)
 
     def value(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:
         return self.scale * self.cosines(images, prompts) / 26
@@ -150,16 +119,7 @@ class HPSv2(Clip):
     """
 
     name = "hpsv2"
-
-    def __init__(
-        self,
-        path: str = "adams-story/HPSv2-hf",
-        processor: str = LAION_H,
-        device: str = "cpu",
-        batch_size: Count = 16,
-        frames: Count = 4,
-    ) -> None:
-        super().__init__(path, processor, device, batch_size, frames)
+    published = ("adams-story/HPSv2-hf", LAION_H)
 
     def value(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:
         return self.cosines(images, prompts)
@@ -169,11 +129,12 @@ class Aesthetic(Clip):
     """How good a picture looks, whatever its prompt: LAION's linear head on CLIP's embedding of length 1."""
 
     name = "aesthetic"
+    published = (OPENAI_L, OPENAI_L)
 
     def __init__(
         self,
-        path: str = OPENAI_L,
-        processor: str = OPENAI_L,
+        path: str | None = None,
+        processor: str | None = None,
         head: str = "aesthetic.safetensors",
         device: str = "cpu",
         batch_size: Count = 16,
@@ -193,7 +154,7 @@ class Aesthetic(Clip):
         from safetensors.torch import load_file
 
         super().load()
-        self.head = linear_head(load_file(self._head.file), "layers.").to(self._device)
+        self.head = linear_head(load_file(self._head.file), "layers.").to(self.device)
 
     def value(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:  # noqa: ARG002
         scores: Tensor = self.head(self.images(images))

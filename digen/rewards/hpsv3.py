@@ -3,27 +3,23 @@
 Value: the first of the head's two outputs (mean and uncertainty of the preference) at the token `<|Reward|>`; without
 bounds. The picture is shown with as near to 256 * 28 * 28 pixels as its shape allows, as its authors' code does.
 Invariant: the weights are those of the published file, name by name; the instruction is its authors', from a file, and
-stands here in no form. Of a video the mean over `frames` frames counts.
+stands here in no form.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any, Literal
 
 from digen.rewards import weights
-from digen.rewards.frames import mean_over_frames
+from digen.rewards.pictures import Count, PictureReward, frozen
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-Count = Annotated[int, Field(ge=1)]
 
 REWARD = "<|Reward|>"
 PICTURE = "<|image_pad|>"
@@ -43,7 +39,7 @@ NAMES = (
 """Names in files that older and newer releases of transformers wrote, and those of its class today."""
 
 
-class HPSv3:
+class HPSv3(PictureReward):
     """What people preferred of several pictures for a prompt, by HPS v3; without bounds."""
 
     name = "hpsv3"
@@ -69,16 +65,10 @@ class HPSv3:
         self._instruction = weights.WeightFile(instruction, "instruction", (f"{copy} (github.com/MizzenAI/HPSv3)",))
         files = ("config.json", *weights.PREPROCESSOR, *weights.TOKENIZER)
         self._processor = weights.Repository(processor, "processor", files)
-        self._dtype, self._device = dtype, device
-        self._batch_size, self._frames = batch_size, frames
-        self.num_pixels = NUM_PIXELS
-
-    def missing(self) -> str | None:
-        """What must be downloaded first."""
-        return weights.all_missing(self.name, [self._file, self._processor, self._instruction])
+        super().__init__([self._file, self._processor, self._instruction], device, batch_size, frames)
+        self._dtype, self.num_pixels = dtype, NUM_PIXELS
 
     def load(self) -> None:
-        """Raises ValueError for files that are not HPS v3's."""
         import torch
         from safetensors.torch import load_file
         from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Qwen2VLModel
@@ -98,35 +88,22 @@ class HPSv3:
         )
         if absent := [key for kind in ("missing_keys", "mismatched_keys", "unexpected_keys") for key in report[kind]]:
             raise ValueError(f"{self._file.path} does not fit {self._processor.path}: {absent[:3]}")
-        self.model = model.eval().requires_grad_(False).to(self._device)
-        self.head = _head(state).to(self._device)
+        self.model, self.head = frozen(model, self.device), frozen(_head(state), self.device)
         self.reward_token = self.tokenizer.convert_tokens_to_ids(REWARD)
         self.picture_token = self.tokenizer.convert_tokens_to_ids(PICTURE)
 
-    def __call__(self, media: NDArray[np.uint8], prompts: list[str], metadata: list[Mapping[str, Any]]) -> list[float]:  # noqa: ARG002
-        return mean_over_frames(media, prompts, self._frames, self._scores)
-
-    def _scores(self, images: NDArray[np.uint8], prompts: list[str]) -> list[float]:
-        import torch
-
-        size = self._batch_size
-        with torch.inference_mode():
-            parts = [self.value(images[k : k + size], prompts[k : k + size]) for k in range(0, len(images), size)]
-            return [float(value) for value in torch.cat(parts).double().cpu()]
-
-    def value(self, images: NDArray[np.uint8], prompts: Sequence[str]) -> Tensor:
-        """Values (N,) of pictures (N, height, width, 3) and their prompts."""
+    def value(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:
         seen = self.reader(images=list(images), return_tensors="pt")
         merged = self.reader.merge_size**2
         sizes = [int(grid.prod()) // merged for grid in seen["image_grid_thw"]]
         texts = [self.text(prompt, size) for prompt, size in zip(prompts, sizes, strict=True)]
-        tokens = self.tokenizer(texts, padding=True, return_tensors="pt").to(self._device)
+        tokens = self.tokenizer(texts, padding=True, return_tensors="pt").to(self.device)
         ids = tokens["input_ids"]
         states = self.model(
             input_ids=ids,
             attention_mask=tokens["attention_mask"],
-            pixel_values=seen["pixel_values"].to(self._device),
-            image_grid_thw=seen["image_grid_thw"].to(self._device),
+            pixel_values=seen["pixel_values"].to(self.device),
+            image_grid_thw=seen["image_grid_thw"].to(self.device),
             mm_token_type_ids=(ids == self.picture_token).int(),
             use_cache=False,
         ).last_hidden_state
@@ -169,4 +146,4 @@ def _head(state: Mapping[str, Tensor]) -> Any:
         torch.nn.Linear(sizes[2][1], sizes[2][0]),
     )
     head.load_state_dict(layers)
-    return head.eval().requires_grad_(False)
+    return head

@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -34,8 +35,12 @@ LARGEST_ANSWER = 1 << 20
 """Bytes. Answers are a few numbers or a page of text."""
 LONGEST_WAIT_S = 30.0
 """Between two attempts; waits are drawn from 0 to `Limits.back_off_s`, doubled at each attempt, up to this."""
-AT_FAULT = frozenset({401, 403, 404, 405, 413, 422})
+AT_FAULT = frozenset({400, 401, 403, 404, 405, 413, 422})
 """Statuses that say that the request is wrong, so that the same one will not be answered later."""
+REASON_S, REASON = 1.0, 200
+"""How long, and how many characters, what an answer of another status says of itself is listened to."""
+HERE = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Hosts that no proxy is asked for, whatever the environment says: a proxy's are others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,10 @@ class Endpoint:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url: got {url!r}; allowed: http://HOST:PORT or https://HOST")
+        if parts.username is not None:  # settings are written to files
+            raise ValueError(f"url: got one of {parts.hostname} with a user in it; allowed: a token, by token_env")
         self.url, self.limits, self._token_env = url.rstrip("/"), limits, token_env
+        self._is_here = parts.hostname in HERE
         self.breaker = Breaker(limits.most_failures, limits.rest_s)
         self.failures: Counter[str] = Counter()
         """Failed attempts by cause, since this was made."""
@@ -172,7 +180,7 @@ class Endpoint:
                 raise RewardError(f"{self.url}: environment variable {self._token_env}, for its token, is not set")
             headers["authorization"] = f"Bearer {token}"
         # No time limit for single reads: `_exchange` has one for the whole.
-        return httpx2.AsyncClient(headers=headers, timeout=None, verify=_tls())
+        return httpx2.AsyncClient(headers=headers, timeout=None, verify=_tls(), trust_env=not self._is_here)
 
     async def _persist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
@@ -215,7 +223,7 @@ class Endpoint:
                 async with client.stream(method, url, content=body) as response:
                     status = response.status_code
                     if status != httpx2.codes.OK:
-                        raise NoAnswer(f"status {status}", again=status not in AT_FAULT)
+                        raise NoAnswer(f"status {status}", await _reason(response), again=status not in AT_FAULT)
                     async for chunk in response.aiter_raw():
                         whole += chunk
                         if len(whole) > self.limits.largest:
@@ -225,3 +233,16 @@ class Endpoint:
         except (httpx2.HTTPError, httpx2.StreamError, OSError) as error:
             raise NoAnswer("connection failed", f"{type(error).__name__} {error}".strip()) from error
         return bytes(whole)
+
+
+async def _reason(response: httpx2.Response) -> str:
+    """The beginning of what an answer of another status says, in one line."""
+    import httpx2
+
+    said = bytearray()
+    with suppress(httpx2.HTTPError, httpx2.StreamError, OSError), anyio.move_on_after(REASON_S):
+        async for chunk in response.aiter_raw():
+            said += chunk
+            if len(said) > REASON:
+                break
+    return " ".join(said.decode(errors="replace").split())[:REASON]

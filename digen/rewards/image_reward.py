@@ -2,27 +2,23 @@
 
 Value: the head's output for BLIP's text tokens that have seen the picture, at the first token, minus 0.1672 and divided
 by 1.0333 (mean and std over its authors' data): about -2 to 2. Invariant: the weights are those of the published file,
-name by name: one that is missing or of another shape is an error. Of a video the mean over `frames` frames counts.
+name by name: one that is missing or of another shape is an error.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Any
 
 from digen.rewards import weights
 from digen.rewards.clip import linear_head
-from digen.rewards.frames import mean_over_frames
+from digen.rewards.pictures import Count, PictureReward, frozen
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-Count = Annotated[int, Field(ge=1)]
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the head's output, from the authors' code."""
@@ -46,7 +42,7 @@ RENAMED = (
 """Names of the vision tower in the published file, and in transformers."""
 
 
-class ImageReward:
+class ImageReward(PictureReward):
     """What people think of a picture for its prompt, by ImageReward: about -2 to 2."""
 
     name = "image-reward"
@@ -64,21 +60,16 @@ class ImageReward:
         commands = (f"hf download THUDM/ImageReward {source} --local-dir .", weights.to_safetensors(source, path))
         self._file = weights.WeightFile(path, "path", commands)
         self._processor = weights.Repository(processor, "processor", weights.TOKENIZER)
-        self._device, self._batch_size, self._frames = device, batch_size, frames
+        super().__init__([self._file, self._processor], device, batch_size, frames)
         self.sizes: Mapping[str, Mapping[str, int]] = {"vision": VISION, "text": TEXT, "both": SIZES}
 
-    def missing(self) -> str | None:
-        """What must be downloaded first."""
-        return weights.all_missing(self.name, [self._file, self._processor])
-
     def load(self) -> None:
-        """Raises ValueError or RuntimeError for a file that is not ImageReward's."""
         from safetensors.torch import load_file
         from transformers import AutoTokenizer
 
         state = load_file(self._file.file)
-        self.vision, self.text = (part.to(self._device) for part in self._towers(state))
-        self.head = linear_head(state, "mlp.layers.").to(self._device)
+        self.vision, self.text = (frozen(part, self.device) for part in self._towers(state))
+        self.head = linear_head(state, "mlp.layers.").to(self.device)
         self.tokenizer = AutoTokenizer.from_pretrained(self._processor.folder)
 
     def _towers(self, state: Mapping[str, Tensor]) -> tuple[Any, Any]:
@@ -95,28 +86,15 @@ class ImageReward:
             absent, _ = tower.load_state_dict(values, strict=False)
             if absent := [key for key in absent if not key.endswith("position_ids")]:
                 raise ValueError(f"{self._file.path} is no ImageReward; missing: {', '.join(absent[:3])}")
-            tower.float().eval().requires_grad_(False)
-        return vision, text
-
-    def __call__(self, media: NDArray[np.uint8], prompts: list[str], metadata: list[Mapping[str, Any]]) -> list[float]:  # noqa: ARG002
-        return mean_over_frames(media, prompts, self._frames, self._scores)
-
-    def _scores(self, images: NDArray[np.uint8], prompts: list[str]) -> list[float]:
-        import torch
-
-        size = self._batch_size
-        with torch.inference_mode():
-            parts = [self.value(images[k : k + size], prompts[k : k + size]) for k in range(0, len(images), size)]
-            return [float(value) for value in torch.cat(parts).double().cpu()]
+        return vision.float(), text.float()
 
     def value(self, images: NDArray[np.uint8], prompts: list[str]) -> Tensor:
-        """Values (N,) of pictures (N, height, width, 3) and their prompts."""
         import torch
 
         tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=LONGEST, return_tensors="pt"
-        ).to(self._device)
-        pixels = torch.stack([self.pixels(image) for image in images]).to(self._device)
+        ).to(self.device)
+        pixels = torch.stack([self.pixels(image) for image in images]).to(self.device)
         patches = self.vision(pixel_values=pixels).last_hidden_state
         states = self.text(
             input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"], encoder_hidden_states=patches

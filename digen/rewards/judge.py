@@ -1,4 +1,5 @@
-"""A vision-language model as the judge: any server that speaks OpenAI's chat completions, e.g. `vllm serve`.
+"""A vision-language model as the judge: any server that speaks OpenAI's chat completions, e.g. `vllm serve`. The user
+starts it, or the run does (`serve`, digen/rewards/judge_server.py).
 
 Two modes. `score`: the judge rates the sample against the prompt on a scale, and the value is where its rating lies
 between the scale's ends, 0 to 1. `text`: the judge transcribes the sample and the value is the formula of the reward
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from digen.errors import RewardError
 from digen.rewards.frames import spread
 from digen.rewards.http import Endpoint, Limits
+from digen.rewards.judge_server import ModelServer, Served
 from digen.rewards.ocr import target_of, text_score
 from digen.rewards.wire import png
 
@@ -71,10 +73,13 @@ class Transcript(_Answer):
 class Judge:
     """What a vision-language model on an OpenAI-compatible server thinks of the sample, from 0 to 1."""
 
+    name = "judge"
+
     def __init__(
         self,
-        url: str,
         model: str,
+        url: str = "",
+        serve: Served = None,
         mode: Literal["score", "text"] = "score",
         instruction: str | None = None,
         low: FiniteFloat = 1.0,
@@ -88,7 +93,8 @@ class Judge:
     ) -> None:
         """Options of the term.
 
-        url: of the API, e.g. http://127.0.0.1:8000/v1. model: as the server calls it.
+        model: as the server calls it. url: of the API, e.g. http://127.0.0.1:8000/v1.
+        serve: instead of a URL: the run starts the server, and stops it. `model` is then a folder or an id on the hub.
         mode: `score`, or `text` (transcription, then distance).
         instruction: other words for the judge; {prompt}, {low} and {high} are filled in.
         low, high: ends of the scale that the judge rates on.
@@ -99,14 +105,24 @@ class Judge:
         """
         if not low < high:
             raise ValueError(f"low={low:g} must be below high={high:g}")
-        self.endpoint = Endpoint(url, Limits(concurrency=concurrency, timeout_s=timeout_s, retries=retries), token_env)
+        if bool(url) == bool(serve):
+            raise ValueError("url is required, or serve=true for a server that the run starts; got both or neither")
+        self.served_by = ModelServer(model, serve) if serve else None
+        limits = Limits(concurrency=concurrency, timeout_s=timeout_s, retries=retries)
+        self.endpoint = Endpoint(url or "http://not-started", limits, token_env)
         self._model, self._mode, self._low, self._high = model, mode, low, high
         self._instruction = instruction or (RATE if mode == "score" else TRANSCRIBE)
         self._frames, self._max_tokens = frames, max_tokens
         self._words("")  # a brace too many is better found now
 
+    def missing(self) -> str | None:
+        """What must be on this machine before the server can be started."""
+        return self.served_by.missing(self.name) if self.served_by else None
+
     def load(self) -> None:
         """See that the server is there and has the model. Raises RewardError when not."""
+        if self.served_by:
+            raise RewardError(f"{self.name}: serve is for runs and their evaluation; start the server and set url")
         try:
             models = [entry["id"] for entry in json.loads(self.endpoint.get("/models"))["data"]]
         except (ValueError, KeyError, TypeError) as error:

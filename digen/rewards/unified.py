@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from digen.rewards.judge import Count, Judge, Seconds
+from digen.rewards.judge_server import Served
 
 FINAL = re.compile(r"final\s+score\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 INSTRUCTION = (
@@ -24,10 +25,13 @@ INSTRUCTION = (
 class UnifiedReward(Judge):
     """The final score of UnifiedReward on an OpenAI-compatible server, 0.2 to 1."""
 
+    name = "unified-reward"
+
     def __init__(
         self,
-        url: str,
         model: str = "UnifiedReward",
+        url: str = "",
+        serve: Served = None,
         instruction: str = INSTRUCTION,
         frames: Count = 4,
         max_tokens: Count = 1024,
@@ -41,8 +45,9 @@ class UnifiedReward(Judge):
         instruction: the words here are this project's; those that a release of the model was trained with can be given.
         """
         super().__init__(
-            url,
             model,
+            url,
+            serve,
             instruction=instruction,
             frames=frames,
             max_tokens=max_tokens,

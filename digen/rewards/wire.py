@@ -26,6 +26,9 @@ Form = Literal["json", "msgpack"]
 TYPES: Final[Mapping[Form, str]] = {"json": "application/json", "msgpack": "application/msgpack"}
 """Content types."""
 
+MOST_PIXELS: Final = 1 << 28
+"""Of all frames of a sample: a small file can claim to be a huge picture."""
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -145,7 +148,10 @@ def pixels(sample: SentSample) -> NDArray[np.uint8]:
     import numpy as np
 
     try:
-        frames = [np.asarray(Image.open(BytesIO(file), formats=["PNG"]).convert("RGB")) for file in sample.frames]
+        files = [Image.open(BytesIO(file), formats=["PNG"]) for file in sample.frames]
+        if (count := sum(file.width * file.height for file in files)) > MOST_PIXELS:
+            raise ValueError(f"sample {sample.id}: {count} pixels; allowed: {MOST_PIXELS}")
+        frames = [np.asarray(file.convert("RGB")) for file in files]
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"sample {sample.id}: no PNG file: {error}") from error
     if len({frame.shape for frame in frames}) > 1 or (len(frames) > 1 and not sample.video):
