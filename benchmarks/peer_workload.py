@@ -42,7 +42,7 @@ from digen.run import load, make_engine, specs
 from digen.workload import SCORER
 
 WORK = Path(peer_work.__file__).resolve()
-FLOORS = ("floor", "second floor")
+FLOORS = ("floor", "second-floor")
 WARM_UP = 1
 """Steps of a run that are left out, besides its last, of which no weights are sent."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import typer
 
 import digen
 from digen import reward_command
+from digen.commands.check_backends import check_backends
 from digen.commands.doctor import doctor
 from digen.commands.new import new
 from digen.commands.plan import plan
@@ -37,13 +40,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(reward_command.app, name="reward")
+app.command("check-backends")(check_backends)
 app.command()(doctor)
 app.command()(new)
 app.command()(plan)
 
 
 def main() -> None:
-    """Entry point of the `digen` command."""
+    """Entry point of the `digen` command. SIGTERM unwinds it as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app()
 
 

@@ -98,6 +98,8 @@ class GroupConfig(Section):
     """CPU threads of each rank; None: cores divided by all ranks of the run."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Environment variables of its processes."""
+    node: Mapping[str, str] = Field(default_factory=dict)
+    """`engine.name=ray`: labels that a node must have to carry its ranks, e.g. {ray.io/accelerator-type: H100}."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the forward pass (autocast for bfloat16); steps, log-probs and losses are float32 always."""
     batch_size: Count | None = None
@@ -264,14 +266,23 @@ class RewardTerm(BaseModel):
 
 class EngineConfig(Section):
     name: str = "process"
-    """Where workers run: `inline` (threads of this process), `process` (one OS process per rank)."""
+    """Where workers run: `inline` (threads of this process), `process` (one OS process per rank), `ray` (the same, on
+    many machines)."""
+    address: str | None = None
+    """`ray`: `auto`, `host:port` or `ray://host:port` of a running cluster; None: one of its own on this machine."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a worker group that died or hangs is started again between the ends of two steps; a trainer, with the
+    whole run from its newest checkpoint, between two checkpoints. Then the run goes on without it, or ends."""
+    hang_s: Positive = 900.0
+    """A call hangs that takes longer than this and than 10 times what its kind typically takes; 10 times this where
+    that is not known yet. It is taken for the death of its group (threads, of engine `inline`, are waited for)."""
 
 
 class WeightsConfig(Section):
     """How new weights travel from the trainer to the generators."""
 
     transport: str | None = None
-    """Transport plugin (`digen list`); None: `inline` where workers are threads, `shared_memory` where processes."""
+    """Transport plugin (`digen list`); None: `shared_memory` with `engine.name=process`, else `inline`."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What full weights are cast to on their way; None: they travel as they are trained. Adapters always do."""
     dir: Path | None = None

@@ -6,12 +6,15 @@ plugins that digen does not come with nothing is known, and nothing refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from digen.config import RunConfig, ScheduleConfig, TrainerConfig
 
+SECRET: Final = re.compile(r"(?i)(^|_)(TOKENS?|SECRETS?|PASSWORD|PASSWD|(API|ACCESS|PRIVATE)_?KEY|CREDENTIALS?)(_|$)")
+"""Names of environment variables that are not for others to see."""
 BUILT_IN: Final = ("local", "fsdp", "deepspeed")
 READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "zero_stage": ("deepspeed",),
@@ -22,6 +25,12 @@ READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "generate_with": ("fsdp",),
 }
 """Keys of `trainer` that not every one of these trainers reads, and those that do."""
+
+
+VLLM_FAMILIES: Final = (
+    "qwen-image", "tiny-qwen-image", "glyph", "flux1-dev", "tiny-flux", "sd3.5-medium", "sd3.5-large", "tiny-sd3",
+)  # fmt: skip
+"""digen's models that the generator `vllm-omni` can sample."""
 
 
 def impossible(config: RunConfig[Any]) -> list[str]:
@@ -57,11 +66,21 @@ def impossible(config: RunConfig[Any]) -> list[str]:
     wrong += _impossible_scoring(config)
     wrong += [*trainer_conflicts(config), *weights_conflicts(config), *algorithm_conflicts(config)]
     wrong += reward_conflicts(config)
+    wrong += _secrets(config)
+    wrong += vllm_conflicts(config)
+    wrong += engine_conflicts(config)
     if config.trainer.optimizer == "adamw-8bit" and config.trainer.dtype == "float64":
         wrong.append("trainer.optimizer=adamw-8bit needs trainer.dtype=float32 or bfloat16, got float64")
     if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
         wrong.append("engine.name=inline runs one rank per group (no process group inside one process); use process")
     return wrong
+
+
+def _secrets(config: RunConfig[Any]) -> Iterator[str]:
+    """Settings are written to files, and to the checkpoints that are passed on."""
+    for group in ("generator", "trainer"):
+        for name in filter(SECRET.search, getattr(config, group).env):
+            yield f"{group}.env.{name} looks like a secret, and would be written down; set it where digen is started"
 
 
 def _impossible_assist(schedule: ScheduleConfig) -> list[str]:
@@ -150,14 +169,52 @@ def weights_conflicts(config: RunConfig[Any]) -> Iterator[str]:
     weights, engine = config.weights, config.engine.name
     if weights.transport == "inline" and engine == "process":
         yield "weights.transport=inline needs engine.name=inline, got process; leave it out, or take shared_memory"
-    if weights.transport in ("shared_memory", "collective") and engine == "inline":
-        yield f"weights.transport={weights.transport} needs engine.name=process, got inline"
+    if weights.transport in ("shared_memory", "collective") and engine in ("inline", "ray"):
+        yield f"weights.transport={weights.transport} needs engine.name=process, got {engine}"
     places = {name: getattr(config, name).devices.partition(":")[0] for name in ("generator", "trainer")}
     if weights.transport == "collective" and len(set(places.values())) > 1:
         shown = ", ".join(f"{name}.devices={device}" for name, device in places.items())
         yield f"weights.transport=collective needs generators and trainer on devices of one kind, got {shown}"
     if weights.dtype is not None and config.trainer.lora is not None:
         yield f"weights.dtype={weights.dtype} is for full weights: adapters (trainer.lora) travel as they are"
+
+
+def engine_conflicts(config: RunConfig[Any]) -> Iterator[str]:
+    """What only the engine `ray` knows, and what it does not."""
+    engine = config.engine
+    if engine.name in ("inline", "process") and engine.address is not None:
+        yield f"engine.address={engine.address} needs engine.name=ray, got {engine.name}"
+    for name in ("generator", "trainer"):
+        group = getattr(config, name)
+        if engine.name in ("inline", "process") and group.node:
+            yield f"{name}.node needs engine.name=ray, got {engine.name}: it has one node"
+        if engine.name == "ray" and group.devices not in ("cpu", "cuda"):
+            yield f"{name}.devices={group.devices}: with engine.name=ray, Ray chooses the GPUs; allowed: cpu, cuda"
+
+
+def vllm_conflicts(config: RunConfig[Any]) -> Iterator[str]:
+    """What the generator `vllm-omni` cannot do. Of models that digen does not come with nothing is known."""
+    generator, model = config.generator, config.model.name
+    if generator.backend != "vllm-omni":
+        return
+    asked = f"generator.backend=vllm-omni cannot sample model.name={model}"
+    if model not in VLLM_FAMILIES and ":" not in model:
+        reason = "no pipeline of its own in the engine" if "hunyuan" in model else "not adapted to the engine"
+        allowed = ", ".join(VLLM_FAMILIES)
+        yield f"{asked}: {reason}; allowed: {allowed}, or --generator diffusers, which samples every family"
+    if config.engine.name == "inline":
+        yield "generator.backend=vllm-omni needs engine.name=process, got inline: a process can hold one engine"
+    if config.weights.transport == "collective":
+        allowed = "shared_memory, safetensors"
+        yield f"weights.transport=collective cannot be had with generator.backend=vllm-omni; allowed: {allowed}"
+    if generator.devices not in ("cpu", "cuda", "cuda:0") or (generator.devices == "cuda" and generator.ranks > 1):
+        yield (
+            f"generator.devices={generator.devices} with generator.ranks={generator.ranks}: the engine of "
+            "generator.backend=vllm-omni takes the first GPU that its process sees; allowed: cpu, cuda:0 "
+            "(generator.env={CUDA_VISIBLE_DEVICES: N} chooses which that is)"
+        )
+    if generator.dtype == "float64":
+        yield "generator.dtype=float64 cannot be had with generator.backend=vllm-omni; allowed: float32, bfloat16"
 
 
 def reward_conflicts(config: RunConfig[Any]) -> Iterator[str]:

@@ -21,15 +21,17 @@ from digen.config import RunConfig
 from digen.engines.base import WorkerGroup
 from digen.errors import ConfigError, DivergedError, RewardError
 from digen.inflight import NO_INDEX, Done, InFlight, Work
-from digen.metrics import StepFacts, log_prob_complaint, step_row
+from digen.metrics import log_prob_complaint
 from digen.observe.base import Observer
 from digen.observe.files import RunFolder
+from digen.reports import Reports
 from digen.rewards.total import optional
-from digen.schedule import gap, tag
+from digen.schedule import tag
 from digen.schedule.costs import Costs
 from digen.schedule.share import share_of
 from digen.schedule.staleness import StalenessPolicy
 from digen.step import GlobalStep
+from digen.supervision import Revive, Supervision
 from digen.types import (
     Decision,
     Prompt,
@@ -62,8 +64,10 @@ class Driver:
 
     No `generators`: colocated. `total`: each row's reward from its single ones, not finite where one failed. `drop`:
     frees what a reference stands for. `run_dir`: None writes no file. `costs`: measured before. `scorer`: scores in
-    place of everybody else. Raises ConfigError when schedule and groups do not fit.
+    place of everybody else. `revive`: starts a lost group again. ConfigError when schedule and groups do not fit.
     """
+
+    flight: InFlight
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Driver:
         start: Start = Start(),  # noqa: B008 - a frozen value
         costs: Costs = Costs(),  # noqa: B008 - a frozen value
         scorer: WorkerGroup | None = None,
+        revive: Revive | None = None,
     ) -> None:
         self.config, self.schedule, self.algorithm = config, config.schedule, config.algorithm
         self.generators, self.trainer, self.scorer = tuple(generators), trainer, scorer
@@ -91,14 +96,18 @@ class Driver:
         self.max_in_flight = self.schedule.max_in_flight or len(self.generators) + 1
         updates = config.trainer.updates_per_rollout
         self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window, updates)
+        alike = (self.generators, [scorer] if scorer else [])
+        self.supervision = Supervision(config, alike, revive, self)
         self.duties = self.assign_duties()
 
         self.start, self.version = start, start.version
         self.steps: dict[int, GlobalStep] = {}  # the current step; under TCSS also the next
         self.calls = Calls(config, total, self.folder, self.note)
-        self.versions = Versions((g.name for g in generators), None if start.loaded else 0, drop, self.being_pulled)
+        pulled = lambda: {work.version for work, _ in self.flight.running() if work.kind == "pull"}  # noqa: E731
+        self.versions = Versions((g.name for g in generators), None if start.loaded else 0, drop, pulled)
         self.saves = Saves(config, self.folder, num_steps, start.version, self.note)
-        self.costs, self.bubble_skipped, self.num_bad_steps = costs, False, start.num_bad_steps
+        self.reports = Reports(config, observer, self.saves, start)
+        self.costs, self.bubble_skipped = costs, False
 
     def assign_duties(self) -> dict[str, tuple[Duty, ...]]:
         """What each group looks for when it is idle, most urgent first: this is what the modes differ in."""
@@ -110,17 +119,19 @@ class Driver:
         rest: tuple[Duty, ...] = (*scoring, self.generating) if mode == "colocated" else (self.assisting,)
         generator: tuple[Duty, ...] = (*scoring, self.pulling, self.helping, self.handing, self.generating)
         trainer: tuple[Duty, ...] = (self.saving, self.publishing, self.updating, self.syncing, *rest)
-        apart = {self.scorer.name: (self.scoring,)} if self.scorer else {}
-        return dict.fromkeys((g.name for g in self.generators), generator) | {self.trainer.name: trainer} | apart
+        each: dict[str, tuple[Duty, ...]] = dict.fromkeys((g.name for g in self.generators), generator)
+        each |= {self.trainer.name: trainer} | ({self.scorer.name: (self.scoring,)} if self.scorer else {})
+        return {name: (self.supervision.reviving, *duties) for name, duties in each.items()}
 
     # Algorithm 1; the numbers are the paper's lines -----------------------------------------------------------------
 
     async def run(self) -> None:
         """Train to the last step. An error of any work cancels all other work and leaves as it is."""
-        self.step_started_s = self.start.elapsed_s
-        self.started_s = anyio.current_time() - self.step_started_s
-        async with InFlight() as self.flight:
+        self.started_s = anyio.current_time() - self.start.elapsed_s
+        async with InFlight(self.supervision.limit_s) as self.flight:
             self.open_steps()
+            for group in self.groups:
+                self.flight.watch(group)
             for rollout in self.start.rollouts:
                 self.steps[rollout.microbatch.step].made_before(rollout)
             while not self.finished:  # 4
@@ -133,24 +144,25 @@ class Driver:
 
     @property
     def finished(self) -> bool:
-        return self.version >= self.num_steps and not self.saves.due(self.version) and not self.flight.running()
+        running = any(work.kind != "load" for work, _ in self.flight.running())
+        return self.version >= self.num_steps and not self.saves.due(self.version) and not running
 
     def next_work(self, group: WorkerGroup) -> Work[Any] | None:
         """The first work that one of the group's duties finds."""
-        for duty in self.duties[group.name]:
-            if work := duty(group):
-                return work
-        return None
+        duties = () if self.supervision.gone(group) else self.duties[group.name]
+        return next(filter(None, (duty(group) for duty in duties)), None)
 
     def settle(self, done: Done[Any]) -> None:
         """Record what ended, then let it move its micro-batch, or the version, on."""
+        if done.lost:
+            return self.supervision.lost(done.work, done.lost)
         work, start, end = done.work, done.start - self.started_s, done.end - self.started_s
         span = Span(work.kind, work.group.name, work.step, work.index, work.version, start, end, work.rows)
         self.observer.on_span(span)
         self.costs = self.costs.add(span)
         if work.group is self.trainer:
             self.bubble_skipped = False
-        work.then(done.value)
+        return work.then(done.value)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -166,22 +178,25 @@ class Driver:
 
     def open_steps(self) -> None:
         """Cut into micro-batches every step that may be worked on under the present weights."""
-        algorithm, per_microbatch = self.algorithm, self.schedule.prompts_per_microbatch
         for index in range(self.version, min(self.staleness.last_step(self.version) + 1, self.num_steps)):
             if index not in self.steps:
-                prompts = self.prompts(index)
-                cut = gap.cut(index, prompts, algorithm.samples_per_prompt, per_microbatch, self.config.seed)
-                denominator = credit.denominator(self.config, len(prompts))
-                together = algorithm.loss.rows_together
-                self.steps[index] = GlobalStep(index, cut, denominator, algorithm.kept_per_prompt(), together)
+                self.steps[index] = GlobalStep.of(self.config, index, self.prompts(index))
 
     def bubble(self, step: GlobalStep) -> tag.Bubble:
         """The facts that policies decide from."""
-        doing = tuple(self.flight.activity(g, old=self.versions.holds[g.name] != self.due) for g in self.generators)
+        sound = filter(self.supervision.sound, self.generators)
+        doing = tuple(self.flight.activity(g, old=self.versions.holds[g.name] != self.due) for g in sound)
         ahead = sum(s.num_allowed(self.staleness, self.version) for s in self.steps.values() if s is not step)
         naive, limit = self.schedule.mode == "naive", self.max_in_flight
         trainer, scorer = self.flight.activity(self.trainer), self.flight.activity(self.scorer) if self.scorer else None
         return step.bubble(trainer, doing, max_in_flight=limit, ahead=ahead, naive=naive, scorer=scorer)
+
+    def forget(self, group: WorkerGroup) -> None:
+        """A generator or scorer was lost, and with it gradients that it has not handed over, and its weights."""
+        for step in self.steps.values():
+            for scored, _ in step.helpers.pop(group.name, ()):
+                step.not_trained(scored)
+        self.versions.begun_anew(group.name)
 
     # Generation, by generators and (TAG) by the trainer: fills SQ ----------------------------------------------------
 
@@ -211,7 +226,9 @@ class Driver:
             return None
         if self.bubble_skipped or (self.scorer is None and self.flight.count("score", step=step.index)):
             return None
-        choice = self.tag.choose(self.bubble(step), self.costs)
+        if not (bubble := self.bubble(step)).generators:  # all are being started again
+            return None
+        choice = self.tag.choose(bubble, self.costs)
         self.bubble_skipped = not choice.rows
         now = anyio.current_time() - self.started_s
         end = now + choice.latency_s if choice.latency_s is not None else None
@@ -221,10 +238,11 @@ class Driver:
 
     def generation(self, kind: SpanKind, group: WorkerGroup, step: GlobalStep, rows: int) -> Work[Rollout]:
         piece, version = step.take_pending(rows), self.due
-        microbatch = piece.microbatch
-        step.num_stale += len(piece.rows) if version < self.staleness.on_policy(step.index) else 0
+        microbatch, stale = piece.microbatch, version < self.staleness.on_policy(step.index)
+        step.num_stale += len(piece.rows) if stale else 0
         do = partial(self.calls.generate, group, microbatch, version, piece.rows)
-        return Work(kind, group, step.index, microbatch.index, version, do, step.generated, len(piece.rows))
+        undo = partial(step.not_generated, piece, stale=stale)
+        return Work(kind, group, step.index, microbatch.index, version, do, step.generated, len(piece.rows), undo)
 
     # Scoring: SQ to UQ ----------------------------------------------------------------------------------------------
 
@@ -234,8 +252,8 @@ class Driver:
             if step.unscored:
                 rollout = step.unscored.popleft()
                 do, then = partial(self.calls.score, group, rollout), partial(self.scored, step, rollout)
-                microbatch, version = rollout.microbatch, rollout.version
-                return Work("score", group, step.index, microbatch.index, version, do, then, microbatch.num_samples)
+                batch, undo = rollout.microbatch, partial(step.unscored.appendleft, rollout)
+                return Work("score", group, step.index, batch.index, rollout.version, do, then, batch.num_samples, undo)
         return None
 
     def scored(self, step: GlobalStep, rollout: Rollout, scores: Scores) -> None:
@@ -275,7 +293,7 @@ class Driver:
         rows = self.share.update(generator.name, self.bubble(step), self.costs)
         if not rows:
             return None
-        step.helpers.add(generator.name)
+        step.helpers.setdefault(generator.name, [])
         return self.update("help", generator, step, rows, True)
 
     def update(
@@ -283,16 +301,18 @@ class Driver:
     ) -> Work[tuple[Stats, ...]]:
         scored = step.take_ready(rows)
         do = partial(group.call, "accumulate", scored, self.config.trainer.tsp, step.denominator, last)
-        then, rollout = partial(self.updated, step, scored), scored.rollout
-        index, count = rollout.microbatch.index, sum(scored.keep)
-        return Work(kind, group, step.index, index, rollout.version, do, then, count)
+        helper = group.name if kind == "help" else None
+        then, undo = partial(self.updated, step, scored, helper), partial(step.not_trained, scored) if helper else None
+        rollout, count = scored.rollout, sum(scored.keep)
+        return Work(kind, group, step.index, rollout.microbatch.index, rollout.version, do, then, count, undo)
 
-    def updated(self, step: GlobalStep, scored: ScoredRollout, parts: tuple[Stats, ...]) -> None:
+    def updated(self, step: GlobalStep, scored: ScoredRollout, helper: str | None, parts: tuple[Stats, ...]) -> None:
         """Lines 24-26. A log-prob gap is noted once a step, or raises DivergedError if set to stop (rule R10)."""
         stats = merge_stats(*parts)
-        if step.trained(scored, stats):
-            for shard in scored.rollout.shards:
-                self.drop(shard.trajectory)
+        if helper:
+            step.helpers[helper].append((scored, stats))
+        for trajectory in () if helper else step.trained(scored, stats):
+            self.drop(trajectory)
         complaint = log_prob_complaint(step.index, stats, self.config.trainer.log_prob_gap)
         if complaint and self.config.trainer.on_log_prob_gap == "stop":
             self.saves.stop(self.version, DivergedError(complaint))
@@ -307,11 +327,12 @@ class Driver:
             return None
 
         def handed(refs: tuple[Ref, ...]) -> None:
-            step.helpers.remove(generator.name)
+            for trajectory in (ref for part in step.helpers.pop(generator.name) for ref in step.trained(*part)):
+                self.drop(trajectory)
             step.handed += refs
 
         do = partial(generator.call, "hand_gradients")
-        return Work("reduce", generator, step.index, NO_INDEX, self.version, do, handed)
+        return Work("reduce", generator, step.index, NO_INDEX, self.version, do, handed, undo=lambda: None)
 
     # Sync: gradients to weights, weights to generators ---------------------------------------------------------------
 
@@ -343,9 +364,12 @@ class Driver:
         report, published = outcome
         self.version = step.index + 1  # 28
         del self.steps[step.index]
+        self.supervision.progress()
         if published:
             self.versions.offer(published)
-        self.report(step, report)
+        busy_s = {group.name: self.flight.take_busy_s(group) for group in self.groups}
+        now_s, due = anyio.current_time() - self.started_s, self.staleness.on_policy(step.index)
+        self.reports.ended(step, report, due, now_s, busy_s)
         self.open_steps()  # 30
 
     def publishing(self, trainer: WorkerGroup) -> Work[Published] | None:
@@ -361,32 +385,7 @@ class Driver:
         if newest is None:
             return None
         do, then = partial(group.call, "pull", newest), partial(self.versions.pulled, group.name, newest)
-        return Work("pull", group, self.version, NO_INDEX, newest.version, do, then)
-
-    def being_pulled(self) -> set[Version]:
-        return {work.version for work, _ in self.flight.running() if work.kind == "pull"}
-
-    # The end of a step ----------------------------------------------------------------------------------------------
-
-    def report(self, step: GlobalStep, report: StepReport) -> None:
-        now = anyio.current_time() - self.started_s
-        length_s, self.step_started_s = now - self.step_started_s, now
-        busy = {g.name: self.flight.take_busy_s(g) / length_s if length_s else 0.0 for g in self.groups}
-        stats = merge_stats(*(step.stats[index] for index in sorted(step.stats)))
-        due = self.staleness.on_policy(step.index)
-        facts = StepFacts(step.index, due, step.scored_in_order(), stats, report, now, length_s, busy)
-        self.row = step_row(facts)
-        self.observer.on_step(self.row)
-        self.check_finite(step, report)
-
-    def check_finite(self, step: GlobalStep, report: StepReport) -> None:
-        """Too many non-finite gradients in a row end the run."""
-        self.num_bad_steps = 0 if report.finite else self.num_bad_steps + 1
-        if self.num_bad_steps:
-            sentence = f"step {step.index}: the gradient is not finite, {self.num_bad_steps} steps in a row now"
-            if self.num_bad_steps >= (most := self.config.trainer.max_bad_steps):
-                self.saves.stop(self.version, DivergedError(f"{sentence}; trainer.max_bad_steps={most}"))
-            self.note(f"{sentence}; nothing was applied")
+        return Work("pull", group, self.version, NO_INDEX, newest.version, do, then, undo=lambda: None)
 
     def saving(self, trainer: WorkerGroup) -> Work[None] | None:
         if not self.saves.due(self.version):
@@ -394,6 +393,6 @@ class Driver:
         # Which samples of the coming steps are stale is settled: under the new weights no more of them may begin.
         stale = {index: step.num_stale for index, step in self.steps.items() if step.num_stale}
         old = self.version - self.staleness.updates_per_rollout if stale else None
-        facts = {"num_steps": self.num_steps, "row": self.row, "num_bad_steps": self.num_bad_steps, "stale": stale}
+        facts = {"num_steps": self.num_steps, **self.reports.facts, "stale": stale}
         do = partial(self.saves.save, trainer, self.version, old, facts)
         return Work("save", trainer, self.version - 1, NO_INDEX, self.version, do, lambda _: None)

@@ -5,6 +5,7 @@ Invariant: a message says what is wrong, what was given and what is allowed; it 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -57,6 +58,17 @@ class CheckpointError(DigenError, RuntimeError):
 
 class RewardError(DigenError, RuntimeError):
     """A reward could not be computed and the run is set to stop on that (rule R17)."""
+
+
+class Stopped(DigenError):  # noqa: N818 - what happened
+    """The run was told to end by a signal of this number; `exit_code` is what a shell makes of it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.args[0]).name}"
 
 
 class DivergedError(DigenError, ArithmeticError):

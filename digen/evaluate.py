@@ -30,6 +30,7 @@ from digen.observe.files import write_atomic
 from digen.observe.grid import sample_grid, side_by_side
 from digen.observe.video import beside, together, video_format, video_notes, write_video
 from digen.preflight import check_weights
+from digen.rewards.judge_server import serving
 from digen.rewards.total import total
 from digen.run import check_rewards, load, make_engine, spec
 from digen.trained import Kind, Trained, find
@@ -86,7 +87,7 @@ def evaluate(run_dir: Path, weights: Kind | None = None, *, console: Console) ->
     check_weights(config.model)
     video_format(config)  # to be refused now, if at all
     prompts = load_prompts(presets.prompt_file(config, "heldout"), config.data.column)
-    report = anyio.run(partial(_evaluate, trained, prompts))
+    report = anyio.run(partial(_with_servers, trained, prompts, console))
     write_atomic(run_dir / "eval.json", json.dumps(report.as_dict(), indent=2) + "\n")
     _print(report, trained.label, console)
     return report
@@ -99,6 +100,15 @@ def with_eval_rewards(config: RunConfig[Any]) -> RunConfig[Any]:
     }
     here = config.scoring.model_copy(update={"devices": None})
     return config.model_copy(update={"reward": {**config.reward, **watched}, "eval_reward": {}, "scoring": here})
+
+
+async def _with_servers(found: Trained, prompts: Sequence[Prompt], console: Console) -> EvalReport:
+    """The evaluation, with the servers that its rewards want."""
+    logs = found.folder / "logs" if found.path.is_file() else None
+    note = partial(console.print, highlight=False, soft_wrap=True)
+    async with serving(found.config.reward, logs, note) as rewards:
+        config = found.config.model_copy(update={"reward": rewards})
+        return await _evaluate(replace(found, config=config), prompts)
 
 
 async def _evaluate(found: Trained, prompts: Sequence[Prompt]) -> EvalReport:

@@ -1,20 +1,23 @@
 """Work that was started and not yet read back: the futures R and U of Algorithm 1, at most one per worker group.
 
 Invariant: work runs only inside the task group that this object is (rule R1), one piece per group (rule R5), and all
-that ended at one instant is read back together, in the order in which it was started (rule R3). Paper section 3.4.1.
+that ended at one instant is read back together, in the order in which it was started (rule R3). Work whose group died
+or gave no answer in time is read back too: what becomes of it is not decided here. Paper section 3.4.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from math import inf
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from digen.engines.base import WorkerGroup
+from digen.engines.base import Watched, WorkerGroup
+from digen.errors import WorkerDied
 from digen.schedule.tag import Activity
 from digen.types import SpanKind, Version
 
@@ -40,22 +43,30 @@ class Work(Generic[T]):
     then: Callable[[T], None]
     rows: int = 0
     """Samples that it is about; 0 if none."""
+    undo: Callable[[], None] | None = None
+    """Puts back what it took, if its group is lost while it runs; None: nobody can, as of an update (rule R18)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
-    """Work that ended well, its value, and when it ran (seconds of the event loop's clock)."""
+    """Work that ended, its value, and when it ran (seconds of the event loop's clock)."""
 
     work: Work[T]
     value: T
     start: float
     end: float
+    lost: WorkerDied | None = None
+    """Why there is no value: its group died or hangs."""
 
 
 class InFlight:
-    """An async context: leaving it waits for all work; an error of any work cancels the rest and leaves as itself."""
+    """An async context: leaving it ends what is left; an error of any work cancels the rest and leaves as itself.
 
-    def __init__(self) -> None:
+    `limit_s`: after how many seconds without an answer work counts as lost.
+    """
+
+    def __init__(self, limit_s: Callable[[Work[Any]], float] = lambda _: inf) -> None:
+        self._limit_s = limit_s
         self._tasks = anyio.create_task_group()
         self._running: dict[str, tuple[Work[Any], float]] = {}
         self._done: dict[str, Done[Any]] = {}
@@ -70,6 +81,7 @@ class InFlight:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        self._tasks.cancel_scope.cancel()
         try:
             return await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as errors:
@@ -109,14 +121,35 @@ class InFlight:
         self._tasks.start_soon(self._carry_out, work, start, name=f"{work.kind} on {work.group.name}")
 
     async def _carry_out(self, work: Work[Any], start: float) -> None:
-        value = await work.do()
-        self._done[work.group.name] = Done(work, value, start, anyio.current_time())
+        value, lost, limit_s = None, None, self._limit_s(work)
+        try:
+            with anyio.move_on_after(limit_s) as scope:
+                value = await work.do()
+            if scope.cancelled_caught:
+                lost = WorkerDied(work.group.name, 0, work.kind, f"it gave no answer within {limit_s:.0f} s")
+        except WorkerDied as died:
+            lost = died
+        self._done[work.group.name] = Done(work, value, start, anyio.current_time(), lost)
+        self._news.set()
+
+    def watch(self, group: WorkerGroup) -> None:
+        """Have `finished` return when a rank of the group ends, at work or not, if its engine can tell."""
+        if isinstance(group, Watched):
+            self._tasks.start_soon(self._watch, group)
+
+    def wake(self) -> None:
+        """Have `finished` return now: something else than work has happened."""
+        self._news.set()
+
+    async def _watch(self, group: Watched) -> None:
+        await group.ended()
         self._news.set()
 
     async def finished(self) -> list[Done[Any]]:
         """Wait until something ends, then everything that ended at that instant, in the order of its start.
 
-        Raises RuntimeError when nothing is in flight: waiting would never end.
+        Nothing at all when a group that is watched has ended. Raises RuntimeError when nothing is in flight: waiting
+        would never end.
         """
         if not self._running:
             raise RuntimeError("nothing is in flight and nothing may start: the schedule is stuck")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from digen import plugins
@@ -35,6 +37,28 @@ def check_weights(model: ModelConfig) -> None:
     missing = missing_parts(folder, parts) if folder else list(parts)
     if missing:
         raise ConfigError(_report(model, path, parts, missing))
+
+
+def check_packages(kind: plugins.Kind, name: str) -> None:
+    """Look for what a plugin says that it needs: `packages` (distribution, version's beginning), `extra`.
+
+    Raises ConfigError naming what is installed and what gets the right one.
+    """
+    needed, extra = (plugins.attribute(kind, name, key) for key in ("packages", "extra"))
+    for package, wanted in needed if isinstance(needed, tuple) else ():
+        found = _installed(package)
+        if found is None or not f"{found}.".startswith(f"{wanted}."):
+            got = f"got {package} {found}" if found else "which is not installed"
+            needs = f"{kind.removesuffix('s')} {name!r} needs {package} {wanted}"
+            raise ConfigError(f"{needs}, {got}: pip install 'digen[{extra}]'")
+
+
+def _installed(package: str) -> str | None:
+    """Version of a distribution; builds for CPUs may have a name of their own."""
+    for name in (package, f"{package}-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None
 
 
 def missing_parts(folder: Path, parts: Sequence[str]) -> list[str]:

@@ -77,6 +77,7 @@ def resolve(
     above = [_read(file) if file else [], from_environment(environ), named + from_overrides(overrides)]
     known = schema.keys(kind)
     below = [_defaults(kind), _preset(algorithm, above), _meant_by_name(kind, algorithm)]
+    below.insert(1, _replayed([*below, *above]))
     layers = _without_older_assist([*below, *above])
     settings = [s for layer in without_other_types(layers, schema.type_keys(known)) for s in layer]
     tree = merge({}, [s for s in settings if s.path != NAME], schema.open_keys(known))
@@ -209,6 +210,23 @@ def _meant_by_name(kind: type[RunConfig[Any]], algorithm: str) -> list[Setting]:
     assert issubclass(found, Algorithm)
     scales = ("guidance", "eval_guidance") if found.without_guidance else ()
     return [Setting(("sampling", key), 1.0, f"algorithm {algorithm}") for key in scales]
+
+
+def _replayed(layers: Sequence[Sequence[Setting]]) -> list[Setting]:
+    """Log-probs of another forward pass than the trainer's own are replayed, unless settings say otherwise.
+
+    They cannot be where the trainer no longer has the weights that made a sample.
+    """
+    named = {s.path: s.value for layer in layers for s in layer}
+    backend, staleness = named.get(("generator", "backend")), named.get(("schedule", "staleness"))
+    off_policy = str(staleness) not in ("0", "0.0") or str(named.get(("trainer", "updates_per_rollout"))) != "1"
+    if backend == "diffusers" or not isinstance(backend, str) or off_policy:
+        return []
+    try:
+        own = plugins.attribute("generators", backend, "trainers_forward") is not False
+    except PluginError:  # reported with all the others
+        own = True
+    return [] if own else [Setting(("algorithm", "old_log_prob"), "replay", f"generator {backend}")]
 
 
 def _read(file: Path) -> list[Setting]:
@@ -344,7 +362,7 @@ def _check_helpers(config: RunConfig[Any]) -> None:
     if not config.schedule.generators_help or backend == "diffusers":
         return
     if not hasattr(plugins.find("generators", backend), "hand_gradients"):
-        reason = "it has no `accumulate` and `hand_gradients`"
+        reason = "it has no `accumulate` and `hand_gradients`; allowed: none, trainer"
         raise ConfigError(f"schedule.assist={assist}: generator {backend!r} cannot compute gradients, {reason}")
 
 

@@ -7,7 +7,7 @@ are ended and what it wrote is whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,14 +17,23 @@ from rich.console import Console
 
 from digen import plugins, trained
 from digen.calls import Calls
-from digen.checkpoint.manifest import rotate
+from digen.checkpoint.manifest import rotate, saved
 from digen.checkpoint.resume import Past, go_on, locked, make_again, stale_microbatches, write_facts
 from digen.config import GroupConfig, RunConfig, doubts
 from digen.data.sampler import StepPrompts
 from digen.driver import Driver
 from digen.engines.base import Engine, WorkerGroup, WorkerSpec
 from digen.engines.together import all_at_once
-from digen.errors import ConfigError, DivergedError
+from digen.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    RewardError,
+    Stopped,
+    SyncError,
+    WorkerDied,
+    WorkerError,
+)
 from digen.memory.here import check_memory
 from digen.observe.base import Observer
 from digen.observe.console import PlainView
@@ -33,11 +42,14 @@ from digen.observe.live import RunInfo
 from digen.observe.many import ManyObservers, open_observer
 from digen.observe.summary import Summary, print_summary, summarise_folder
 from digen.observe.video import video_format, video_notes
-from digen.preflight import check_weights
+from digen.preflight import check_packages, check_weights
 from digen.presets import dump, payload, step_prompts
 from digen.rewards.base import RewardSet
+from digen.rewards.judge_server import check_devices, serving
 from digen.rewards.total import total
 from digen.schedule.costs import Costs
+from digen.stopping import Orders, obeying
+from digen.supervision import Revive
 from digen.types import Scores, Span, Start
 from digen.workload import SCORER, TRAINER, finished_spans, generator_names
 
@@ -70,6 +82,7 @@ def run(
     prompts = step_prompts(config)
     num_steps = prompts.num_steps(config.steps, config.epochs, config.trainer.updates_per_rollout)
     check_rewards(config)
+    check_packages("generators", config.generator.backend)
     check_weights(config.model)
     notes = check_memory(config)
     video_format(config)  # to be refused now, if at all
@@ -78,12 +91,12 @@ def run(
         folder = RunFolder.create(config.run_dir, config.algorithm.name, config.model.name)
     else:
         folder = RunFolder.open(config.run_dir or Path())
-    with locked(folder):
+    with locked(folder) as doubtful:
         sweep(folder.path)
         past = Past() if resume is None else go_on(folder, config, num_steps, resume)
         write_atomic(folder.config, dump(config))
         write_facts(folder, config)
-        job = Job(config, prompts, num_steps, folder, past, costs or _own_costs(config, folder), notes)
+        job = Job(config, prompts, num_steps, folder, past, costs or _own_costs(config, folder), (*notes, *doubtful))
         (_train if past.version < num_steps else _end)(job, console)
     summary = summarise_folder(folder)
     print_summary(summary, console, folder.path)
@@ -96,6 +109,7 @@ def check_rewards(config: RunConfig[Any]) -> None:
     rewards.check()
     if missing := rewards.missing():
         raise ConfigError("\n".join(missing))
+    check_devices(rewards.servers(), config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +127,41 @@ class Job:
 
 
 def _train(job: Job, console: Console) -> None:
-    config, folder = job.config, job.folder
-    info = RunInfo(config.algorithm.name, config.model.name, config.seed, folder.path, job.num_steps)
-    first, tensorboard = job.past.version, config.observe.tensorboard
-    observer = open_observer(info, folder, console, tensorboard=tensorboard, first_step=first)
+    """Train, again from the newest checkpoint when workers are lost without which a step is void."""
+    failures, again = 0, True
+    while again:
+        observer, first = _observer(job, console), job.past.version
+        try:
+            anyio.run(obeying, partial(_with_servers, job, observer), observer.on_note)
+            again = False
+        except WorkerDied as died:
+            failures = failures + 1 if saved(job.folder.checkpoints) == first else 1
+            if failures > job.config.engine.restarts or not job.config.checkpoint.every:
+                observer.on_note(_how_to_go_on(job))
+                raise
+            observer.on_note(f"{died}; the run is started again from its newest checkpoint")
+        except (WorkerError, RewardError, SyncError, CheckpointError, Stopped):
+            observer.on_note(_how_to_go_on(job))
+            raise
+        finally:
+            observer.close()
+        if again:
+            past = go_on(job.folder, job.config, job.num_steps, ())
+            job = replace(job, past=past, costs=_own_costs(job.config, job.folder), notes=())
+
+
+def _observer(job: Job, console: Console) -> Observer:
+    config, first = job.config, job.past.version
+    info = RunInfo(config.algorithm.name, config.model.name, config.seed, job.folder.path, job.num_steps)
+    observer = open_observer(info, job.folder, console, tensorboard=config.observe.tensorboard, first_step=first)
     for note in (*doubts(config), *video_notes(config), *job.notes, *job.past.notes):
         observer.on_note(note)
-    try:
-        anyio.run(_run, job, observer)
-    finally:
-        observer.close()
+    return observer
+
+
+def _how_to_go_on(job: Job) -> str:
+    done = saved(job.folder.checkpoints)
+    return f"saved: {done} of {job.num_steps} steps; to go on: digen run --resume {job.folder.path}"
 
 
 def _end(job: Job, console: Console) -> None:
@@ -142,9 +181,16 @@ def _end(job: Job, console: Console) -> None:
         raise DivergedError(f"{folder.path}: the last {found}; trainer.max_bad_steps={config.trainer.max_bad_steps}")
 
 
-async def _run(job: Job, observer: Observer) -> None:
+async def _with_servers(job: Job, observer: Observer, orders: Orders) -> None:
+    """The run, while the servers that its rewards want are up."""
+    async with serving(job.config.reward, job.folder.logs, observer.on_note) as rewards:
+        await _run(replace(job, config=job.config.model_copy(update={"reward": rewards})), observer, orders)
+
+
+async def _run(job: Job, observer: Observer, orders: Orders) -> None:
     config, past = job.config, job.past
     engine = make_engine(config)
+    orders.abandon = partial(_abandon, engine, observer)
     async with engine.open(specs(_as_workers_see_it(job), job.folder.logs)) as groups:
         generators = [group for name, group in groups.items() if name not in (TRAINER, SCORER)]
         trainer, scorer = groups[TRAINER], groups.get(SCORER)
@@ -165,12 +211,37 @@ async def _run(job: Job, observer: Observer) -> None:
             start=start,
             costs=job.costs,
             scorer=scorer,
+            revive=_revive(job, engine),
         )
+        orders.save = partial(_save_now, driver)
         try:
             await driver.run()
         except DivergedError:
             await driver.saves.finish(trainer)  # what was being written is sound
             raise
+
+
+def _revive(job: Job, engine: Engine) -> Revive | None:
+    """How a lost group is started again; None where it could not get the present weights, or the engine cannot."""
+    if job.config.weights.transport == "collective" or not hasattr(engine, "respawn"):
+        return None
+
+    async def revive(group: WorkerGroup) -> None:
+        await engine.respawn(group)
+        await load({group.name: group}, prompts=_texts(job))
+
+    return revive
+
+
+def _abandon(engine: Engine, observer: Observer) -> None:
+    if hasattr(engine, "abandon"):
+        engine.abandon()
+    observer.close()  # or a terminal has no cursor any more
+
+
+def _save_now(driver: Driver, why: Stopped) -> bool:
+    driver.flight.wake()
+    return driver.saves.ask(driver.version, why)
 
 
 def _total(config: RunConfig[Any]) -> Callable[[Scores], tuple[float, ...]]:
@@ -233,8 +304,8 @@ def known_costs(config: RunConfig[Any], other: Path) -> Costs:
 
 def make_engine(config: RunConfig[Any]) -> Engine:
     """The engine that the config names."""
-    kind = cast("type[Engine]", plugins.find("engines", config.engine.name))
-    return kind()
+    kind = cast("Callable[..., Engine]", plugins.find("engines", config.engine.name))
+    return kind() if config.engine.address is None else kind(config.engine.address)
 
 
 def specs(config: RunConfig[Any], log_dir: Path) -> list[WorkerSpec]:
@@ -264,6 +335,7 @@ def spec(config: RunConfig[Any], name: str, target: str, group: GroupConfig, log
         devices=group.devices,
         threads=group.threads,
         env=group.env,
+        node=group.node,
         log_dir=log_dir,
     )
 

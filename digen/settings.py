@@ -92,14 +92,17 @@ def from_file(text: str, name: str) -> list[Setting]:
         mark = error.problem_mark
         at = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigError(f"{name}{at}: {error.problem}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # a date in month 13, keys that are lists
         raise ConfigError(f"{name}: {error}") from error
     if tree is None:
         return []
     if not isinstance(tree, dict):
         raise ConfigError(f"{name}: got {tree!r}; a configuration file is a mapping of sections")
-    lines = dict(_lines(node, ()))
-    return list(_expand((), tree, {path: f"{name}:{line}" for path, line in lines.items()}, name))
+    try:
+        lines = dict(_lines(node, ()))
+        return list(_expand((), tree, {path: f"{name}:{line}" for path, line in lines.items()}, name))
+    except RecursionError as error:
+        raise ConfigError(f"{name}: a section contains itself, or there are thousands in one another") from error
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Setting]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from digen import credit
+from digen.config import RunConfig
+from digen.schedule import gap
 from digen.schedule.staleness import StalenessPolicy
 from digen.schedule.tag import Activity, Bubble
-from digen.types import MicroBatch, Ref, Rollout, ScoredRollout, Scores, Shard, Stats, Version, merge_stats
+from digen.types import MicroBatch, Prompt, Ref, Rollout, ScoredRollout, Scores, Shard, Stats, Version, merge_stats
 
 
 class Piece(NamedTuple):
@@ -49,8 +52,8 @@ class GlobalStep:
     """Micro-batches of which all rows are trained."""
     num_assisted: int = 0
     """Pieces that the trainer generated."""
-    helpers: set[str] = field(default_factory=set)
-    """Generators with gradients of this step that they have not handed over."""
+    helpers: dict[str, list[tuple[ScoredRollout, Stats]]] = field(default_factory=dict)
+    """Generators with gradients of this step that they have not handed over, and of what: it is not trained yet."""
     handed: list[Ref] = field(default_factory=list)
     """Gradients that generators handed over."""
     num_samples: int = field(init=False)
@@ -63,6 +66,14 @@ class GlobalStep:
     def __post_init__(self) -> None:
         self.pending = deque(Piece(m, tuple(range(m.num_samples))) for m in self.microbatches)
         self.num_samples = sum(m.num_samples for m in self.microbatches)
+
+    @classmethod
+    def of(cls, config: RunConfig[Any], index: int, prompts: tuple[Prompt, ...]) -> GlobalStep:
+        """The step of these prompts, cut as the config says; nothing of it is done."""
+        algorithm, per_microbatch = config.algorithm, config.schedule.prompts_per_microbatch
+        cut = gap.cut(index, prompts, algorithm.samples_per_prompt, per_microbatch, config.seed)
+        denominator = credit.denominator(config, len(prompts))
+        return cls(index, cut, denominator, algorithm.kept_per_prompt(), algorithm.loss.rows_together)
 
     @property
     def all_scored(self) -> bool:
@@ -128,14 +139,28 @@ class GlobalStep:
         self.ready[index] = replace(scored, keep=tuple(k and row not in first for row, k in enumerate(scored.keep)))
         return replace(scored, keep=tuple(row in first for row in range(len(scored.keep))))
 
-    def trained(self, scored: ScoredRollout, stats: Stats) -> bool:
-        """Whether all rows of the micro-batch are trained now."""
+    def trained(self, scored: ScoredRollout, stats: Stats) -> tuple[Ref, ...]:
+        """The trainer has the gradients of these rows; the trajectories that nobody needs now: all rows have been."""
         index = scored.rollout.microbatch.index
         self.untrained[index] -= sum(scored.keep)
         self.stats[index] = merge_stats(self.stats.get(index, {}), stats)
         done = self.untrained[index] == 0 and index not in self.ready
         self.num_trained += done
-        return done
+        return tuple(shard.trajectory for shard in scored.rollout.shards) if done else ()
+
+    # Back, when a worker is lost ------------------------------------------------------------------------------------
+
+    def not_generated(self, piece: Piece, *, stale: bool) -> None:
+        """Rows whose worker was lost before they were there are the next ones to start."""
+        self.pending.appendleft(piece)
+        self.num_stale -= len(piece.rows) if stale else 0
+
+    def not_trained(self, scored: ScoredRollout) -> None:
+        """Rows whose gradients were lost with the worker that had them are to be trained again."""
+        index = scored.rollout.microbatch.index
+        others = self.ready.get(index)
+        keep = scored.keep if others is None else tuple(map(max, scored.keep, others.keep))
+        self.ready[index] = replace(scored, keep=keep)
 
     # Facts for policies ----------------------------------------------------------------------------------------------
 

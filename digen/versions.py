@@ -27,6 +27,7 @@ class Versions:
         being_pulled: Callable[[], Collection[Version]],
     ) -> None:
         self.holds: dict[str, Version | None] = dict.fromkeys(generators, holds)
+        self._at_start = holds
         self.published: list[Published] = []  # the newest last; older ones while they are being read
         self._drop, self._being_pulled = drop, being_pulled
 
@@ -39,6 +40,11 @@ class Versions:
         """What this generator should pull."""
         newest = self.published[-1] if self.published else None
         return newest if newest and self.holds[generator] != newest.version else None
+
+    def begun_anew(self, name: str) -> None:
+        """If this is a generator, it was started again: it holds what all of them did at the start."""
+        if name in self.holds:
+            self.holds[name] = self._at_start
 
     def offer(self, published: Published) -> None:
         """Newer weights than all before."""

@@ -86,7 +86,7 @@ def test_an_assist_that_pauses_gains_less_than_parts_do(tmp_path: Path) -> None:
 
 
 def test_every_table_is_on_its_page() -> None:
-    names = ("paper_figures", "search_time", "scaling", "heterogeneous", "sharing")
+    names = ("paper_figures", "search_time", "scaling", "heterogeneous", "sharing", "peer_workload")
     pages = {name: "design/sharing.md" if name == "sharing" else "benchmarks.md" for name in names}
     for name, page in pages.items():
         text = (ROOT / "docs" / page).read_text()

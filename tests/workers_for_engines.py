@@ -126,6 +126,9 @@ class TensorWorker(Worker):
     def put(self, key, seed) -> Ref:
         return self.context.store.put(key, self.tensors(seed))
 
+    def put_of_rank(self, seed) -> Ref:
+        return self.put(f"rank-{self.context.rank}", seed)
+
     def equals(self, ref: Ref, seed):
         import torch
 

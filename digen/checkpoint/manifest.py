@@ -86,12 +86,20 @@ def records(path: Path) -> list[Record]:
         manifest = json.loads((path / MANIFEST).read_text("utf-8"))
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path / MANIFEST}: format {manifest['format']!r}; allowed: {FORMAT}")
-        return [Record(**record) for record in manifest["files"]]
+        return [_inside(path, Record(**record)) for record in manifest["files"]]
     except FileNotFoundError:
         what = f"it has no {MANIFEST}: weights alone are for --init-from, and for no exact resume"
         raise CheckpointError(f"{path}: {what}") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+
+
+def _inside(path: Path, record: Record) -> Record:
+    """A checkpoint may be of others: what it lists must lie in its folder. Raises ValueError."""
+    name = Path(record.name)
+    if name.is_absolute() or ".." in name.parts or not isinstance(record.nbytes, int):
+        raise ValueError(f"{record.name!r}, of {record.nbytes!r} bytes, is no file in {path}")
+    return record
 
 
 def check(path: Path, *, contents: bool = True) -> None:
@@ -130,6 +138,11 @@ def is_whole(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def saved(folder: Path) -> Version:
+    """The version of the newest whole checkpoint; 0 when there is none."""
+    return next((version_of(path) or 0 for path in checkpoints(folder) if is_whole(path)), 0)
 
 
 def state(path: Path) -> dict[str, Any]:

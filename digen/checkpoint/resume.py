@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import socket
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from digen.calls import Calls
 from digen.checkpoint import manifest
@@ -50,18 +53,40 @@ class Past:
 
 
 @contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
-    """Keep the run to this process; the lock goes with the process, however that ends. Raises ConfigError."""
+def locked(folder: RunFolder) -> Iterator[tuple[str, ...]]:
+    """Keep the run to this process; the lock goes with the process, however that ends. Raises ConfigError.
+
+    Yields what there is to say of a process that had the lock and did not end well.
+    """
     try:
-        file = (folder.path / ".lock").open("a")
+        file = (folder.path / ".lock").open("a+")
     except OSError as error:
         raise ConfigError(f"{folder.path} cannot be written: {error.strerror or error}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{folder.path} is being trained by another process") from None
-        yield
+            owner = _owner(file)
+            raise ConfigError(f"{folder.path} is being trained by another process{owner and f': {owner}'}") from None
+        before = _owner(file)
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since_s": round(time.time())}))
+        file.flush()
+        try:
+            yield (f"the lock of {before} is stale, and was taken over",) if before else ()
+        finally:
+            file.truncate(0)  # what is left here otherwise is of a process that was killed
+
+
+def _owner(file: TextIO) -> str:
+    """Who has, or had, the lock, and since when; "" when nobody says."""
+    file.seek(0)
+    try:
+        found = json.loads(file.read(1 << 12))
+        hours, seconds = divmod(max(0, round(time.time() - found["since_s"])), 3600)
+        return f"process {found['pid']:d} on {found['host']}, for {hours} h {seconds // 60} min"
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def write_facts(folder: RunFolder, config: RunConfig[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from digen.config import RunConfig
 from digen.engines.base import WorkerGroup
-from digen.errors import CheckpointError, DivergedError
+from digen.errors import CheckpointError, DigenError
 from digen.observe.files import RunFolder
 from digen.types import Version
 
@@ -42,9 +42,22 @@ class Saves:
         self._every, self._num_steps, self._folder, self._note = config.checkpoint.every, num_steps, folder, note
         self._newest = version
         self._begun: Begun | None = None
-        self._reason: DivergedError | None = None
+        self._reason: DigenError | None = None
+        self._asked, self._rollout = False, config.trainer.updates_per_rollout
 
-    def stop(self, version: Version, reason: DivergedError) -> None:
+    def ask(self, version: Version, reason: DigenError) -> bool:
+        """`stop`, where that is of use: False when these weights are saved already, or no run could go on from them.
+
+        What is being written is waited for.
+        """
+        before, self._reason = self._reason, reason
+        if self._begun or (self.due(version) and version % self._rollout == 0):
+            self._asked = True
+            return True
+        self._reason = before
+        return False
+
+    def stop(self, version: Version, reason: DigenError) -> None:
         """End the run, with these weights saved: nothing that is not finite was applied to them.
 
         `reason` is raised here if they are saved already, else when they are.
@@ -56,7 +69,8 @@ class Saves:
     def due(self, version: Version) -> bool:
         """Whether the present weights are still to be saved: every `checkpoint.every` steps, and those of the end."""
         due = self._reason or version == self._num_steps or (self._every > 0 and version % self._every == 0)
-        return self._folder is not None and bool(due) and self._newest < version
+        new = self._newest < version or (self._asked and self._begun is not None)
+        return self._folder is not None and bool(due) and new
 
     async def save(
         self, trainer: WorkerGroup, version: Version, stale: Version | None, facts: Mapping[str, Any]
@@ -67,6 +81,8 @@ class Saves:
         """
         assert self._folder is not None
         await self.finish(trainer)
+        if self._reason and self._asked and (self._newest >= version or version % self._rollout):
+            raise self._reason
         if self._reason:  # at any version: the weights of the rollout before may not be there any more
             stale, facts = None, {**facts, "stale": {}}
         path, self._newest = self._folder.checkpoint(version), version

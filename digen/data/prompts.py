@@ -121,6 +121,8 @@ def _jsonl(text: str) -> Rows:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             yield number, f"not JSON: {error.msg} at column {error.colno}"
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            yield number, f"not JSON that can be read: {error}"
         else:
             yield number, row if isinstance(row, dict) else f"must be an object; got {type(row).__name__}"
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from digen.errors import WorkerError
 from digen.types import Ref
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class WorkerSpec:
     """CPU threads of each rank (torch, OpenMP, onnxruntime); None: cores / ranks on this host."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Further environment variables; they win over the engine's own. A ConfigError where the engine cannot set them."""
+    node: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes that may carry its ranks, for an engine that has several."""
     log_dir: Path | None = None
     """Where `<group>-<rank>.log` is written (stdout, stderr and warnings of the worker); None: not redirected."""
 
@@ -92,6 +95,20 @@ class WorkerGroup(Protocol):
         ...
 
 
+@runtime_checkable
+class Watched(Protocol):
+    """A WorkerGroup whose engine knows of the death of an idle rank too. Every engine should, within 5 s."""
+
+    @property
+    def lost(self) -> WorkerError | None:
+        """Why every further call raises WorkerDied; None while the group is sound. `respawn` makes it so again."""
+        ...
+
+    async def ended(self) -> None:
+        """Return when a rank has ended, in a call or between two; `lost` is set then. Cancelled when the run ends."""
+        ...
+
+
 class Engine(Protocol):
     """Starts groups. `name`, `store` (made by the engine, visible to every worker it starts)."""
 
@@ -100,4 +117,16 @@ class Engine(Protocol):
 
     def open(self, specs: Sequence[WorkerSpec]) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:
         """Start all groups at once (constructors run in the workers). ConfigError when a device does not exist."""
+        ...
+
+    async def respawn(self, group: WorkerGroup) -> None:
+        """End what is left of a group that is lost or hangs, and start its ranks anew: constructed, nothing loaded.
+
+        The object is the same and takes calls again. What the group stored before stays readable, and new keys of it
+        never equal old ones. Raises WorkerError when a constructor fails: the group is lost then.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """End all ranks at once and free what they share, from any thread, without waiting: the process ends next."""
         ...

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -24,7 +25,7 @@ import anyio.to_thread
 from digen.engines.base import WorkerContext, WorkerGroup, WorkerSpec
 from digen.engines.placement import Place, place
 from digen.engines.rank import close, failure, make_worker
-from digen.engines.store import MemoryStore
+from digen.engines.store import MemoryStore, Prefixed
 from digen.engines.together import all_at_once
 from digen.errors import ConfigError, WorkerDied, WorkerError
 from digen.plugins import load
@@ -35,6 +36,7 @@ class InlineEngine:
 
     def __init__(self) -> None:
         self._store = MemoryStore()
+        self._groups: dict[str, InlineWorker] = {}
 
     @property
     def store(self) -> MemoryStore:
@@ -46,7 +48,7 @@ class InlineEngine:
         for spec in specs:
             _check(spec)
         places = await anyio.to_thread.run_sync(place, specs, _count_cuda)
-        groups = {spec.name: InlineWorker(spec, places[spec.name], self._store) for spec in specs}
+        self._groups = groups = {spec.name: InlineWorker(spec, places[spec.name], self._store) for spec in specs}
         try:
             await all_at_once(group.start for group in groups.values())
             yield groups
@@ -54,6 +56,13 @@ class InlineEngine:
             with anyio.CancelScope(shield=True):
                 await all_at_once(group.end for group in groups.values())
             self._store.clear()
+
+    async def respawn(self, group: WorkerGroup) -> None:
+        """A new object in a new thread, once the call that may be under way has ended. Raises WorkerError."""
+        await self._groups[group.name].respawn(self._store)
+
+    def abandon(self) -> None:
+        """Threads end with the process."""
 
 
 class InlineWorker:
@@ -65,10 +74,14 @@ class InlineWorker:
         self.name = spec.name
         self._context = WorkerContext(spec.name, 0, 1, here.devices[0], store)
         self._target, self._payload, self._threads = spec.target, spec.payload, here.threads
+        self._life = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self._worker: Any = None
         self._closed = False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._serve, name=f"digen-{spec.name}", daemon=True)
+        self._thread = Thread(target=self._serve, name=f"digen-{self.name}", daemon=True)
         self._thread.start()
 
     async def start(self) -> None:
@@ -86,6 +99,15 @@ class InlineWorker:
         self._jobs.put(None)
         await anyio.to_thread.run_sync(self._thread.join)
         self._worker = None
+
+    async def respawn(self, store: MemoryStore) -> None:
+        """End the thread, then begin anew."""
+        with anyio.CancelScope(shield=True):
+            await self.end()
+        self._life += 1
+        self._context = replace(self._context, store=Prefixed(store, f"{self._life}~"))
+        self._begin()
+        await self.start()
 
     def _construct(self) -> None:
         load(self._target)

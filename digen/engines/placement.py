@@ -32,7 +32,7 @@ class Place:
 
 def place(specs: Sequence[WorkerSpec], count_cuda: CountCuda) -> dict[str, Place]:
     """Places of all groups, by name. ConfigError for what this host lacks; CUDA is asked for only when wanted."""
-    _check_names(specs)
+    check_names(specs)
     cores, total = available_cores(), sum(spec.ranks for spec in specs)
     if total > MAX_RANKS_PER_CORE * cores:
         raise ConfigError(f"{total} ranks are wanted, but {cores} CPU cores can carry {MAX_RANKS_PER_CORE * cores}")
@@ -89,7 +89,8 @@ def _span(part: str) -> Iterable[int]:
     return range(int(first), int(last or first) + 1)
 
 
-def _check_names(specs: Sequence[WorkerSpec]) -> None:
+def check_names(specs: Sequence[WorkerSpec]) -> None:
+    """Raises ConfigError for a group without ranks, or with a name that no file can have or another group has."""
     names = [spec.name for spec in specs]
     for spec in specs:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", spec.name):

@@ -1,8 +1,9 @@
 """The process engine: every rank is an OS process with a fresh interpreter and a socket to the driver for its calls.
 
 Invariants: the event loop never blocks on a worker and no thread waits for an answer, on asyncio and trio alike; a
-cancelled call's answer is thrown away by its number; a process that ends is known at once, by the end of its socket;
-leaving the engine's context leaves no process (not even a worker's own children), no shared memory, no open file.
+cancelled call's answer is thrown away by its number; a process that ends is known at once, by the end of its socket in
+a call, by the kernel's word (Linux) between two; leaving the engine's context leaves no process (not even a worker's
+own children), no shared memory, no open file.
 A fresh interpreter does not import the caller's main module, so scripts need no `if __name__ == "__main__"`.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +26,7 @@ from digen.engines.base import WorkerContext, WorkerGroup, WorkerSpec
 from digen.engines.placement import Place, count_cuda_in_child, place
 from digen.engines.rank import Start
 from digen.engines.remote import RemoteRank
-from digen.engines.store import SharedStore, new_folder, shared_folder
+from digen.engines.store import Prefixed, SharedStore, new_folder, shared_folder
 from digen.engines.together import all_at_once
 from digen.errors import WorkerDied, WorkerError
 
@@ -41,6 +43,8 @@ class ProcessEngine:
         """Tensors wait below `store_dir` (None: shared memory); `grace_s` bounds each wait for a rank to give up."""
         self._store = SharedStore(new_folder(store_dir))
         self._grace_s = grace_s
+        self._places: dict[str, Place] = {}
+        self._groups: dict[str, ProcessWorkers] = {}
 
     @property
     def store(self) -> SharedStore:
@@ -49,8 +53,8 @@ class ProcessEngine:
     @asynccontextmanager
     async def open(self, specs: Sequence[WorkerSpec]) -> AsyncIterator[Mapping[str, WorkerGroup]]:
         """Start all groups at once. ConfigError before any process starts; WorkerError when a constructor fails."""
-        places = await anyio.to_thread.run_sync(place, specs, count_cuda_in_child)
-        groups: dict[str, ProcessWorkers] = {}
+        self._places = places = await anyio.to_thread.run_sync(place, specs, count_cuda_in_child)
+        self._groups = groups = {}
         with shared_folder(self._store.folder):
             try:
                 for spec in specs:
@@ -61,6 +65,17 @@ class ProcessEngine:
             finally:
                 with anyio.CancelScope(shield=True):
                     await all_at_once(group.end for group in groups.values())
+
+    async def respawn(self, group: WorkerGroup) -> None:
+        """Fresh processes for a group of this engine. Raises WorkerError."""
+        ours = self._groups[group.name]
+        await ours.respawn(self._places[group.name], self._store)
+
+    def abandon(self) -> None:
+        """Kill all processes and remove their folder; whoever waits for them is told that they died."""
+        for group in self._groups.values():
+            group.kill()
+        shutil.rmtree(self._store.folder, ignore_errors=True)
 
 
 class ProcessWorkers:
@@ -77,13 +92,21 @@ class ProcessWorkers:
         self._ranks: list[RemoteRank] = []
         self._lock = anyio.Lock()
         self._ended_by: WorkerError | None = None
+        self._life = 0
+
+    @property
+    def lost(self) -> WorkerError | None:
+        """Why the group is unusable."""
+        return self._ended_by
 
     def launch(self, here: Place, store: SharedStore) -> None:
         """Start the processes."""
         env = environment(self._spec, here.threads)
-        rendezvous = f"file://{store.folder}/rendezvous-{self.name}" if self.world_size > 1 else None
+        meeting = f"file://{store.folder}/rendezvous-{self.name}-{self._life}"
+        rendezvous = meeting if self.world_size > 1 else None
+        own = Prefixed(store, f"{self._life}~") if self._life else store
         for rank, device in enumerate(here.devices):
-            context = WorkerContext(self.name, rank, self.world_size, device, store, rendezvous, store.folder)
+            context = WorkerContext(self.name, rank, self.world_size, device, own, rendezvous, store.folder)
             log = self._spec.log_dir and self._spec.log_dir / f"{self.name}-{rank}.log"
             self._ranks.append(RemoteRank(context, env, log))
 
@@ -91,6 +114,36 @@ class ProcessWorkers:
         """Construct the workers. Raises WorkerError (method `__init__`) or WorkerDied."""
         starts = [Start(self._spec.target, self._spec.payload, rank.context) for rank in self._ranks]
         await self._together("__init__", [self._pack("__init__", start) for start in starts])
+
+    async def respawn(self, here: Place, store: SharedStore) -> None:
+        """End what is left, then start and construct anew. Raises WorkerError."""
+        async with self._lock:  # or who watches for the end of a rank would take this one for another
+            with anyio.CancelScope(shield=True):
+                await self.end()
+            self._ranks, self._ended_by, self._life = [], None, self._life + 1
+            self.launch(here, store)
+        await self.start()
+
+    async def ended(self) -> None:
+        """Return when a rank's process has ended, while it was called or not."""
+        ranks, dead = self._ranks, list[RemoteRank]()
+
+        async def one(rank: RemoteRank) -> None:
+            await rank.exited()
+            dead.append(rank)
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for rank in ranks:
+                tasks.start_soon(one, rank)
+        async with self._lock:  # a call that is under way has noticed too, and says what it was
+            if self._ended_by is None and ranks is self._ranks:
+                await self._give_up(await dead[0].death("wait"), all_answered=True)
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for rank in self._ranks:
+            rank.kill()
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run `method` on every rank at once; a second call waits for the first. Raises WorkerError or WorkerDied."""
@@ -124,11 +177,11 @@ class ProcessWorkers:
             for rank, body in zip(self._ranks, bodies, strict=True):
                 tasks.start_soon(one, rank, body)
         if failures:
-            await self._give_up(failures[0], len(values) + len(failures) == self.world_size)
+            await self._give_up(failures[0], all_answered=len(values) + len(failures) == self.world_size)
             raise failures[0]
         return tuple(values[rank] for rank in range(self.world_size))
 
-    async def _give_up(self, first: WorkerError, all_answered: bool) -> None:
+    async def _give_up(self, first: WorkerError, *, all_answered: bool) -> None:
         if isinstance(first, WorkerDied) or not all_answered:
             self._ended_by = first
             with anyio.CancelScope(shield=True):

@@ -118,16 +118,17 @@ class RayWorkers(ProcessWorkers):
 
     async def renew(self) -> None:
         """End what is left, then start and construct anew, where there is room now. Raises WorkerError."""
-        with anyio.CancelScope(shield=True):
-            await self.leave()
-        self._ranks, self._ended_by, self._life = [], None, self._life + 1
-        try:
-            room = (await self._cluster.reserve([self._spec]))[self.name]
-            self.occupy(room, Counter(room.nodes))
-            await self.meet()
-        except ConfigError as error:
-            self._ended_by = WorkerDied(self.name, 0, "__init__", str(error))
-            raise self._ended_by from error
+        async with self._lock:  # or who watches for the end of a rank would take this one for another
+            with anyio.CancelScope(shield=True):
+                await self.leave()
+            self._ranks, self._ended_by, self._life = [], None, self._life + 1
+            try:
+                room = (await self._cluster.reserve([self._spec]))[self.name]
+                self.occupy(room, Counter(room.nodes))
+                await self.meet()
+            except ConfigError as error:
+                self._ended_by = WorkerDied(self.name, 0, "__init__", str(error))
+                raise self._ended_by from error
         await self.start()
 
     async def leave(self) -> None:

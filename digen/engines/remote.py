@@ -31,6 +31,8 @@ LAST_LINES = 10
 """How much of a dead worker's log its error repeats."""
 EXIT_S = 1.0
 """Longest time between the end of a process's socket and the end of the process."""
+KILLED_S = 10.0
+"""Longest time between SIGKILL and the end of a process, on a machine that has a lot to do."""
 BOOT = "import sys; sys.path[:] = {path!r}; from digen.engines.rank import main; main({fd}, {parent})"
 
 
@@ -67,8 +69,7 @@ class RemoteRank:
             await self._send(body)
             answer = await self._receive()
         except (OSError, anyio.ClosedResourceError):
-            with anyio.CancelScope(shield=True):
-                raise self._error(WorkerDied, method, await anyio.to_thread.run_sync(self._last_words)) from None
+            raise await self.death(method) from None
         try:
             value = pickle.loads(answer)  # noqa: S301 (from our own child, over a socket pair that nobody else holds)
         except Exception as error:
@@ -77,6 +78,32 @@ class RemoteRank:
         if isinstance(value, Failure):
             raise self._error(WorkerError, method, value.cause, value.remote_traceback)
         return value
+
+    async def death(self, method: str) -> WorkerDied:
+        """How the process ended, or is ended here, as the error of a call of `method`."""
+        with anyio.CancelScope(shield=True):
+            words = await anyio.to_thread.run_sync(self._last_words)
+        return WorkerDied(self.context.group, self.context.rank, method, words)
+
+    async def exited(self) -> None:
+        """Return when the process has ended, as the kernel tells at once; never where it cannot be asked to."""
+        if sys.platform != "linux":
+            await anyio.sleep_forever()
+        if self._process.returncode is not None:
+            return
+        try:
+            descriptor = os.pidfd_open(self._process.pid)
+        except ProcessLookupError:
+            return
+        try:
+            await anyio.wait_readable(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def kill(self) -> None:
+        """End the process and its children at once, from any thread."""
+        self._signal(signal.SIGKILL)
+        self._gone(EXIT_S)
 
     async def end(self, grace_s: float) -> None:
         """End the process and its children; each of hanging up (when idle), SIGTERM and SIGKILL gets `grace_s`."""
@@ -88,7 +115,7 @@ class RemoteRank:
         for way in (hang_up, terminate, kill)[0 if idle else 1 :]:
             with suppress(OSError):
                 way()
-            if await anyio.to_thread.run_sync(self._gone, grace_s):
+            if await anyio.to_thread.run_sync(self._gone, max(grace_s, KILLED_S) if way is kill else grace_s):
                 break
         kill()  # what it may have left behind
         if self._socket.fileno() != -1:

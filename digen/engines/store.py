@@ -1,8 +1,9 @@
 """Where tensors wait between two workers: `MemoryStore` in one process, `SharedStore` between processes of one host.
 
-Invariant: a key is written once, whole or not at all, and what is read back is bit-equal to what was put. The driver
-can drop without torch (it is imported where tensors are). A run's folder goes when the run ends; that of a killed run
-goes when the next one starts: a run locks the `pid` file in its folder, and the kernel gives up a dead process's lock.
+Invariant: a key is written once, whole or not at all, and what is read back is bit-equal to what was put. Keys of a
+worker that was started again never equal those of the one before (`Prefixed`). The driver can drop without torch (it is
+imported where tensors are). A run's folder goes when the run ends; that of a killed run goes when the next one starts:
+a run locks the `pid` file in its folder, and the kernel gives up a dead process's lock.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from digen.types import Ref
 
 if TYPE_CHECKING:
     import torch
+
+    from digen.engines.base import TensorStore
 
 
 class MemoryStore:
@@ -118,6 +121,26 @@ class SharedStore:
             f"the tensor store {self.folder} is full: {key!r} needs {nbytes} bytes, {free} are free. Use smaller "
             f"micro-batches or enlarge {self.folder.parent} (in a container: its shared memory size)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixed:
+    """A store as a worker sees it that takes the place of a lost one: its own keys all begin with `prefix`."""
+
+    store: TensorStore
+    prefix: str
+
+    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> Ref:
+        return self.store.put(key if key.startswith(self.prefix) else self.prefix + key, tensors)
+
+    def get(self, ref: Ref) -> dict[str, torch.Tensor]:
+        return self.store.get(ref)
+
+    def has(self, ref: Ref) -> bool:
+        return self.store.has(ref)
+
+    def drop(self, ref: Ref) -> None:
+        self.store.drop(ref)
 
 
 def new_folder(parent: Path | None = None) -> Path:

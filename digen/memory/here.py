@@ -42,7 +42,10 @@ def check_memory(config: RunConfig[Any]) -> list[str]:
     Returns what to tell the user: what is close, or more than this host's memory on a CPU (which may swap).
     """
     groups = [config.trainer] if config.schedule.mode == "colocated" else [config.generator, config.trainer]
-    if all(group.devices == "cpu" for group in groups):
+    on_cpus = all(group.devices == "cpu" for group in groups)
+    if config.engine.name == "ray" and (config.engine.address or not on_cpus):
+        return []  # Ray chooses the GPUs, and maybe other hosts
+    if on_cpus:
         return _host_memory(config)
     try:
         found = ask(config)

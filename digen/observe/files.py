@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from digen.errors import ConfigError, DataError
 from digen.observe.base import StepRow
-from digen.types import Decision, Span
+from digen.types import Decision, Span, SpanKind
 
 ABOUT: Final = "digen.json"
 """In an exported folder: what it holds, and the config of its run."""
@@ -267,8 +267,10 @@ def read_rows(path: Path) -> list[dict[str, float | int]]:
     rows: dict[int, dict[str, float | int]] = {}
     for number, record in _records(path):
         row = {name: math.nan if value is None else value for name, value in record.items()}
-        if "step" not in row:
-            raise DataError(f"{path}:{number}: a row of metrics needs the key 'step'")
+        if wrong := [name for name, value in row.items() if not (isinstance(value, float) or _is_whole(value))]:
+            raise DataError(f"{path}:{number}: {wrong[0]!r} is no number")
+        if not _is_whole(row.get("step")):
+            raise DataError(f"{path}:{number}: a row of metrics needs the key 'step', a whole number")
         rows[int(row["step"])] = row
     return [rows[step] for step in sorted(rows)]
 
@@ -278,9 +280,16 @@ def read_spans(path: Path) -> list[Span]:
     spans = []
     for number, record in _records(path):
         try:
-            spans.append(Span(**record))
+            span = Span(**record)
         except TypeError as error:
             raise DataError(f"{path}:{number}: not a span: {error}") from error
+        whole = (record["step"], record["index"], record["version"], record.get("rows", 0))
+        names, times = (record["kind"], record["worker"]), (record["start"], record["end"])
+        if not all([*map(_is_whole, whole), *map(_is_time, times), *(isinstance(name, str) for name in names)]):
+            raise DataError(f"{path}:{number}: not a span: a value is of another type")
+        if span.kind not in get_args(SpanKind):
+            raise DataError(f"{path}:{number}: not a span: kind {span.kind!r}")
+        spans.append(span)
     return spans
 
 
@@ -289,22 +298,38 @@ def read_decisions(path: Path) -> list[Decision]:
     decisions = []
     for number, record in _records(path):
         try:
-            decisions.append(Decision(**record))
+            decision = Decision(**record)
         except TypeError as error:
             raise DataError(f"{path}:{number}: not a decision: {error}") from error
+        times = (decision.at, 0.0 if decision.predicted_end is None else decision.predicted_end)
+        if not (_is_whole(decision.step) and _is_whole(decision.rows) and all(map(_is_time, times))):
+            raise DataError(f"{path}:{number}: not a decision: a value is of another type")
+        decisions.append(decision)
     return decisions
+
+
+LARGEST: Final = 1e18
+"""Of any number that a run writes; beyond, arithmetic with floats fails."""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < LARGEST
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and -LARGEST < value < LARGEST
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of a JSON-lines file. A last line without its end is one that a killed run was writing."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:  # what is no UTF-8 is then no JSON, or a wrong name
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):
                 log.warning("%s:%d: the last line is cut short and is left out", path, number)
                 return
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: not JSON: {error}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}:{number}: expected an object, got {type(record).__name__}")

@@ -23,7 +23,7 @@ from digen.checkpoint.manifest import Part
 from digen.config import RunConfig
 from digen.driver import Driver
 from digen.engines.base import WorkerGroup
-from digen.errors import WorkerError
+from digen.errors import WorkerDied, WorkerError
 from digen.observe.base import StepRow
 from digen.types import (
     Decision,
@@ -137,9 +137,33 @@ class SimulatedGroup:
         self.alter, self.faults = dict(alter or {}), list(faults)
         self.store = SimulatedStore()
         self.calls: list[Call] = []
+        self.renew()
+
+    def renew(self) -> None:
+        """What an engine's `respawn` and then `load` make of a group: it has the weights that all begin with."""
         self.version, self.weights = 0, 0.0
         self._gradient: list[float] = []
         self._busy = False
+        self._lost: WorkerDied | None = None
+        self._end: anyio.Event | None = None
+
+    @property
+    def lost(self) -> WorkerDied | None:
+        """How it died."""
+        return self._lost
+
+    def die(self, method: str = "wait") -> WorkerDied:
+        """From now on it is dead."""
+        self._lost = WorkerDied(self.name, 0, method, "killed")
+        if self._end:
+            self._end.set()
+        return self._lost
+
+    async def ended(self) -> None:
+        """Return when it is dead."""
+        self._end = anyio.Event()
+        if not self._lost:
+            await self._end.wait()
 
     async def call(self, method: str, /, *args: Any) -> tuple[Any, ...]:
         """Take the method's time, then do it on every rank."""

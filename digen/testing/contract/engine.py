@@ -131,6 +131,18 @@ class EngineContract:
 
         self._within(body, b=None, c=None)
 
+    def test_a_group_that_is_started_again_is_the_same_object_and_never_uses_a_key_twice(self) -> None:
+        async def body(groups: Mapping[str, WorkerGroup], engine: Engine) -> None:
+            first = (await groups["b"].call("put", 2.0))[0]
+            await engine.respawn(groups["b"])
+            second = (await groups["b"].call("put", 2.0))[0]
+            assert first != second
+            engine.store.drop(second)
+            assert await groups["b"].call("get", first) == (6.0,)
+            assert len(await groups["a"].call("echo")) == self.ranks
+
+        self._within(body, a=None, b=None)
+
     def test_workers_are_closed_and_an_error_of_the_caller_passes_through(self, tmp_path: Path) -> None:
         async def body(_groups: Mapping[str, WorkerGroup], _: Engine) -> None:
             raise ZeroDivisionError
