@@ -9,7 +9,7 @@ import pytest
 from digen.errors import CheckpointError, DigenError, SyncError, WorkerError
 from digen.testing.faults import KINDS, Ended, Planned, Setup, run_to_the_end
 
-SEEDS = 400
+SEEDS = 150
 ALL_SEEDS = 2400
 CLEAR = (WorkerError, SyncError, CheckpointError)
 """How a run may end that does not end well."""
@@ -53,15 +53,16 @@ def judge_all(seeds: range) -> Counter[str]:
 
 def test_simulated_runs_under_faults_end_with_the_weights_of_undisturbed_ones_or_a_clear_error() -> None:
     found = judge_all(range(SEEDS))
-    assert all(found[kind] > 3 for kind in KINDS), found
     assert found["equal"] > 0.6 * SEEDS
-    assert found["restarts"] > 20
+    assert found["restarts"] > 5
 
 
 @pytest.mark.slow
 def test_thousands_of_them_do() -> None:
     found = judge_all(range(SEEDS, ALL_SEEDS))
+    assert all(found[kind] > 20 for kind in KINDS), found
     assert found["equal"] > 0.6 * (ALL_SEEDS - SEEDS)
+    assert found["restarts"] > 100
 
 
 def one(*faults: Planned, replicas: int = 2, every: int = 1, restarts: int = 6, **schedule: object) -> Ended:

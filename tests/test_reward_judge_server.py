@@ -149,6 +149,7 @@ def test_the_server_answers_in_the_block_and_ends_with_it(
     assert notes == [f"waiting for the server of reward 'judge'; it writes to {log}"]
 
 
+@pytest.mark.slow
 def test_rewards_that_want_the_same_server_share_it_and_others_have_their_own(model: Path, tmp_path: Path) -> None:
     terms = {
         "taste": {**options(model), "plugin": "judge"},
@@ -294,6 +295,7 @@ def test_a_server_whose_keeper_is_killed_ends_and_is_started_again(model: Path, 
 # --- it dies in between ---
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_started_again_at_the_same_address(model: Path, living: Living, tmp_path: Path) -> None:
     async def use(terms: Terms, notes: list[str]) -> None:
         assert all(map(math.isnan, await scores(terms)))
@@ -419,6 +421,7 @@ def start(folder: Path, reward: dict[str, Any], *overrides: str) -> list[dict[st
     return [dict(row) for row in read_rows(folder / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_and_its_evaluation_start_and_stop_their_own_judge(model: Path, living: Living, tmp_path: Path) -> None:
     reward = options(model, fifo=living)
     rows = start(tmp_path / "run", reward)

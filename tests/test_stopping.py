@@ -44,7 +44,7 @@ SMALL = (
     "observe.grid_every=0",
 )
 WORK = ("load", "generate", "score", "update", "sync", "pull", "save")
-QUICK = ("generate", "update", "save")
+QUICK = ("generate", "save")
 Digen = Callable[..., tuple[int, str]]
 
 

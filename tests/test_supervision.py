@@ -151,6 +151,7 @@ def test_a_locked_run_folder_says_by_whom_and_for_how_long_and_a_killed_owner_le
         assert notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_two_engines_at_once_share_nothing(tmp_path: Path) -> None:
