@@ -25,8 +25,9 @@ demo: install  ## train the bundled model for about four minutes, then compare i
 test: install  ## the default test suite
 	$(PYTEST)
 
+# In three parts, because whatever processes a part keeps warm for its tests stays in memory to its end.
 test-slow: install  ## longer tests: learning, equality of all schedules, every command of the README
-	$(PYTEST) -m slow
+	for part in a-f g-o p-z; do $(PYTEST) -m slow tests/test_[$$part]*.py || exit 1; done
 
 test-oldest: install $(OLDEST)/installed  ## latents and pixels of the pipelines, with the oldest libraries that are allowed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest tests/test_models.py -p no:cacheprovider \
