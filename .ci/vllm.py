@@ -15,11 +15,15 @@ ROOT = Path(__file__).parent.parent
 RECORDS = (ROOT / "tests/vllm/passed.json", ROOT / "build/vllm/passed.json")
 FILES = (
     "digen/backends/generation/vllm_*.py",
-    "tests/vllm/test_engine.py",
+    "digen/backends/compare.py",
+    "digen/commands/check_backends.py",
+    "digen/rewards/judge*.py",
+    "tests/vllm/*.py",
     "tests/vllm/*.txt",
     "tests/vllm/plugin/**/*.py",
     "tests/vllm/plugin/**/*.toml",
 )
+"""What the engine's tests test, and the tests. What they touch beside it is tested without the engine too."""
 OLDEST = timedelta(days=7)
 LIMIT_S = 900
 """For each of both: to install the engine, and to test it."""

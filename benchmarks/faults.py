@@ -31,6 +31,8 @@ from digen.testing.faulty_processes import run_processes
 
 DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
 FIRST_REAL = 100
+REAPED_S = 2.0
+"""Longest time that the kernel may take to be rid of a process that was killed."""
 
 
 def tried(seeds: range, run: Callable[[Setup], Ended], save: Callable[[dict[str, Any]], None]) -> None:
@@ -67,7 +69,10 @@ def tried(seeds: range, run: Callable[[Setup], Ended], save: Callable[[dict[str,
 def real(folder: Path, setup: Setup) -> Ended:
     """One of processes; SystemExit when it leaves one, or a folder of shared tensors."""
     ended = run_processes(setup, folder / "run")
-    if left := [child.name() for child in psutil.Process().children(recursive=True)]:
+    limit = time.monotonic() + REAPED_S
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < limit:
+        time.sleep(0.01)
+    if left:
         raise SystemExit(f"seed {setup.seed}: processes are left: {left}")
     if left := [path.name for path in (folder / "run").glob("*digen-*")]:
         raise SystemExit(f"seed {setup.seed}: folders are left: {left}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -36,19 +37,17 @@ SMALL = (
     "reward={jpeg-incompressibility: {}}",
     "observe.tensorboard=false",
 )
-PLACES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-
-
-def traces() -> set[Path]:
-    """What digen could leave where memory and temporary files are shared."""
-    return {path for place in PLACES if place.is_dir() for path in (*place.glob("digen-*"), *place.glob(".digen-*"))}
+SHARED = Path("/dev/shm")
 
 
 def stopped(run_dir: Path, after_s: float, number: signal.Signals) -> tuple[int, float, list[str]]:
     """Exit code, seconds from the signal to the end, and what is wrong."""
     command = [sys.executable, "-m", "digen", "run", "flowgrpo", f"run_dir={run_dir}", *SMALL]
-    before = traces()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    own = run_dir.with_name(f"{run_dir.name}-temporary")
+    own.mkdir()
+    environment = {**os.environ, "TMPDIR": str(own)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
         workers: set[psutil.Process] = set()
         limit = time.monotonic() + after_s
         while time.monotonic() < limit and process.poll() is None:
@@ -60,7 +59,7 @@ def stopped(run_dir: Path, after_s: float, number: signal.Signals) -> tuple[int,
         took_s = time.monotonic() - began
     wrong = [line for line in output.splitlines() if "Traceback" in line or "Error" in line or "leaked" in line]
     wrong += [f"worker {worker.pid} is left" for worker in workers if worker.is_running()]
-    wrong += [f"{path} is left" for path in traces() - before]
+    wrong += [f"{path} is left" for path in (*own.iterdir(), *SHARED.glob(f"*digen-{process.pid}-*"))]
     if process.returncode != 128 + number:
         wrong.append(f"exit code {process.returncode}: {output[-500:]}")
     return process.returncode, took_s, wrong

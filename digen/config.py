@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from digen.conflicts import impossible
 from digen.data.shares import rounded_shares
+from digen.engines.placement import named_devices
 
 
 class Section(BaseModel):
@@ -113,8 +114,22 @@ class GeneratorConfig(GroupConfig):
     """Generator plugin (`digen list`)."""
     replicas: Count = 1
     """Generator groups that work on their own micro-batches; each has `ranks` ranks."""
+    min_replicas: Count | None = None
+    """Elastic: so many are enough to begin and to go on with; the others may come late, leave and come back. None: all
+    are needed to begin, and one that cannot be started again is given up."""
+    tensor_parallel: Count | None = None
+    """`vllm-omni`: devices (`cpu`: processes) that the engine of one rank divides the model over; None: as many of
+    `devices` as there are for each rank."""
     offload_between_calls: bool = False
     """Keep the model in host memory, and on the device during a call alone: for a device that the trainer uses too."""
+
+    @property
+    def devices_per_rank(self) -> int:
+        """Over how many the model of a rank is divided. Raises ConfigError where `devices` names none."""
+        if self.tensor_parallel is not None or self.backend != "vllm-omni":
+            return self.tensor_parallel or 1
+        named = 1 if self.devices in ("cpu", "cuda") else len(named_devices(self.devices, self.ranks))
+        return max(1, named // self.ranks)
 
 
 class LoraConfig(Section):

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
+
+from digen.engines.placement import named_devices
+from digen.errors import ConfigError
 
 if TYPE_CHECKING:
     from digen.config import RunConfig, ScheduleConfig, TrainerConfig
@@ -29,6 +33,7 @@ READ_BY: Final[Mapping[str, tuple[str, ...]]] = {
 
 VLLM_FAMILIES: Final = (
     "qwen-image", "tiny-qwen-image", "glyph", "flux1-dev", "tiny-flux", "sd3.5-medium", "sd3.5-large", "tiny-sd3",
+    "wan2.1-1.3b", "wan2.1-14b", "tiny-wan",
 )  # fmt: skip
 """digen's models that the generator `vllm-omni` can sample."""
 
@@ -68,7 +73,7 @@ def impossible(config: RunConfig[Any]) -> list[str]:
     wrong += reward_conflicts(config)
     wrong += _secrets(config)
     wrong += vllm_conflicts(config)
-    wrong += engine_conflicts(config)
+    wrong += [*engine_conflicts(config), *elastic_conflicts(config)]
     if config.trainer.optimizer == "adamw-8bit" and config.trainer.dtype == "float64":
         wrong.append("trainer.optimizer=adamw-8bit needs trainer.dtype=float32 or bfloat16, got float64")
     if config.engine.name == "inline" and max(config.trainer.ranks, config.generator.ranks) > 1:
@@ -192,10 +197,27 @@ def engine_conflicts(config: RunConfig[Any]) -> Iterator[str]:
             yield f"{name}.devices={group.devices}: with engine.name=ray, Ray chooses the GPUs; allowed: cpu, cuda"
 
 
+def elastic_conflicts(config: RunConfig[Any]) -> Iterator[str]:
+    """What generators that come and go cannot be had with."""
+    least, replicas = config.generator.min_replicas, config.generator.replicas
+    if least is None:
+        return
+    if least > replicas:
+        yield f"generator.min_replicas={least} is more than there are: generator.replicas={replicas}"
+    if config.schedule.mode == "colocated":
+        yield f"generator.min_replicas={least} needs generators, got schedule.mode=colocated"
+    if config.weights.transport == "collective":
+        allowed = "allowed: inline, shared_memory, safetensors"
+        yield f"generator.min_replicas={least}: who comes late cannot join weights.transport=collective; {allowed}"
+
+
 def vllm_conflicts(config: RunConfig[Any]) -> Iterator[str]:
     """What the generator `vllm-omni` cannot do. Of models that digen does not come with nothing is known."""
     generator, model = config.generator, config.model.name
     if generator.backend != "vllm-omni":
+        if generator.backend == "diffusers" and generator.tensor_parallel is not None:
+            parallel = generator.tensor_parallel
+            yield f"generator.tensor_parallel={parallel} needs generator.backend=vllm-omni, got diffusers"
         return
     asked = f"generator.backend=vllm-omni cannot sample model.name={model}"
     if model not in VLLM_FAMILIES and ":" not in model:
@@ -207,14 +229,30 @@ def vllm_conflicts(config: RunConfig[Any]) -> Iterator[str]:
     if config.weights.transport == "collective":
         allowed = "shared_memory, safetensors"
         yield f"weights.transport=collective cannot be had with generator.backend=vllm-omni; allowed: {allowed}"
-    if generator.devices not in ("cpu", "cuda", "cuda:0") or (generator.devices == "cuda" and generator.ranks > 1):
-        yield (
-            f"generator.devices={generator.devices} with generator.ranks={generator.ranks}: the engine of "
-            "generator.backend=vllm-omni takes the first GPU that its process sees; allowed: cpu, cuda:0 "
-            "(generator.env={CUDA_VISIBLE_DEVICES: N} chooses which that is)"
-        )
+    yield from _undivided(config)
     if generator.dtype == "float64":
         yield "generator.dtype=float64 cannot be had with generator.backend=vllm-omni; allowed: float32, bfloat16"
+
+
+def _undivided(config: RunConfig[Any]) -> Iterator[str]:
+    """Devices that cannot be divided among the engines of `vllm-omni`, of which each rank has one."""
+    generator = config.generator
+    devices, ranks, parallel = generator.devices, generator.ranks, generator.tensor_parallel
+    if (parallel or 1) > 1 and config.engine.name == "ray":
+        yield f"generator.tensor_parallel={parallel} needs engine.name=process, got ray: it gives each rank one GPU"
+    elif (parallel or 1) > 1 and devices == "cuda":
+        named = f"cuda:0-{ranks * (parallel or 1) - 1}"
+        yield f"generator.tensor_parallel={parallel} needs devices by name, got cuda; allowed: e.g. {named}"
+    elif devices.startswith("cuda:"):
+        with suppress(ConfigError):  # said when they are placed
+            found = len(named_devices(devices, ranks))
+            each = parallel or max(1, found // ranks)
+            if found != ranks * each and (found > ranks or each > 1):
+                yield (
+                    f"generator.devices={devices} are {found} devices, which generator.ranks={ranks} engines of "
+                    f"{each} each cannot share; allowed: {ranks * each} devices, or others of generator.ranks and "
+                    "generator.tensor_parallel"
+                )
 
 
 def reward_conflicts(config: RunConfig[Any]) -> Iterator[str]:

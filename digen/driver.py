@@ -96,8 +96,7 @@ class Driver:
         self.max_in_flight = self.schedule.max_in_flight or len(self.generators) + 1
         updates = config.trainer.updates_per_rollout
         self.staleness = StalenessPolicy(self.schedule.staleness, self.schedule.window, updates)
-        alike = (self.generators, [scorer] if scorer else [])
-        self.supervision = Supervision(config, alike, revive, self)
+        self.supervision = Supervision(config, self.generators, scorer, revive, self)
         self.duties = self.assign_duties()
 
         self.start, self.version = start, start.version

@@ -19,7 +19,7 @@ from digen.errors import ConfigError, one_of
 from digen.schedule.staleness import ROUNDING
 from digen.testing import Recorder, SimulatedGroup, simulate, simulated_config
 from digen.types import MicroBatch, Rollout, ScoredRollout, Span, SpanKind
-from digen.workload import TRAINER, Workload
+from digen.workload import TRAINER, Workload, placed, two_kinds
 
 MOST_STEPS = 20
 """Steps that are simulated; those beyond go on as these did."""
@@ -38,6 +38,8 @@ UNSTACKED = frozenset({"colocated", "naive", "gap"})
 """Modes before TSP."""
 
 Interval = tuple[float, float]
+Devices = int | tuple[int, int]
+"""So many that are all alike, or so many of the generators' kind and of the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class Split:
     generators: int
     trainers: int
     step_times_s: Mapping[str, float]
+    borrowed: int = 0
+    """Devices of the trainer's kind that generate too, where there are two kinds."""
 
     @property
     def best_s(self) -> float:
@@ -140,17 +144,23 @@ class Plan:
             }
         if self.splits:
             document["splits"] = [
-                {"generators": s.generators, "trainers": s.trainers, "step_times_s": dict(s.step_times_s)}
+                {
+                    "generators": s.generators,
+                    "borrowed": s.borrowed,
+                    "trainers": s.trainers,
+                    "step_times_s": dict(s.step_times_s),
+                }
                 for s in self.splits
             ]
         return document
 
 
-def plan(work: Workload, *, split: bool = False, devices: int | None = None) -> Plan:
+def plan(work: Workload, *, split: bool = False, devices: Devices | None = None) -> Plan:
     """All modes; with `split` also every split of so many devices. Raises ConfigError."""
     if devices is not None and not split:
         raise ConfigError(f"--devices: got {devices} without --split; allowed: both, or neither")
-    sweep = splits(work, devices or sum(work.devices)) if split else ()
+    there = work.devices if work.mixed else sum(work.devices)
+    sweep = splits(work, there if devices is None else devices) if split else ()
     modes = tuple(predict(work, mode) for mode in MODES)
     return Plan(work, modes, lower_bound(work), check(work), sweep, notes(work))
 
@@ -327,24 +337,30 @@ def notes(work: Workload) -> tuple[str, ...]:
 # Splits --------------------------------------------------------------------------------------------------------------
 
 
-def splits(work: Workload, devices: int) -> tuple[Split, ...]:
+def splits(work: Workload, devices: Devices) -> tuple[Split, ...]:
     """The fastest modes on every split of so many devices, if work takes 1 / devices of its group.
 
-    The costs are those of `work.devices`. Every generator has a device at least. Raises ConfigError.
+    The costs are those of `work.devices`. Every generator has a device at least. Of two kinds, the trainer has devices
+    of its own kind alone; those that it leaves generate. Raises ConfigError.
     """
     replicas = len(work.generators)
-    if devices < replicas + 1:
-        raise ConfigError(f"--devices: got {devices}; allowed: a whole number >= {replicas + 1}, one for each group")
-    return tuple(_split(work, count, devices - count) for count in range(replicas, devices))
+    if isinstance(devices, int):
+        if work.mixed:
+            raise ConfigError(f"--devices: got {devices}, but this run has two kinds; allowed: G:T, as in 8:8")
+        if devices < replicas + 1:
+            least = f"a whole number >= {replicas + 1}, one for each group"
+            raise ConfigError(f"--devices: got {devices}; allowed: {least}; or G:T, of two kinds")
+        return tuple(_split(work, count, devices - count) for count in range(replicas, devices))
+    own, other = devices
+    if own < replicas or other < 1:
+        raise ConfigError(f"--devices: got {own}:{other}; allowed: at least {replicas}:1, one for each group")
+    work = two_kinds(work)
+    return tuple(_split(work, own, count, other - count) for count in range(1, other + 1))
 
 
-def _split(work: Workload, generators: int, trainers: int) -> Split:
-    faster, quicker = work.devices[0] / generators, work.devices[1] / trainers
-    costs = work.costs.scaled(
-        {"generate": faster, "score": faster, "help": faster, "assist": quicker, "update": quicker}
-    )
-    scaled = replace(work, costs=costs, devices=(generators, trainers), steps=min(work.steps, 6))
-    return Split(generators, trainers, {mode: predict(scaled, mode).step_time_s for mode in SWEPT})
+def _split(work: Workload, generators: int, trainers: int, borrowed: int = 0) -> Split:
+    there = replace(placed(work, generators, trainers, borrowed), steps=min(work.steps, 6))
+    return Split(generators, trainers, {mode: predict(there, mode).step_time_s for mode in SWEPT}, borrowed)
 
 
 def setting(schedule: ScheduleConfig) -> str:

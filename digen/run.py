@@ -49,7 +49,7 @@ from digen.rewards.judge_server import check_devices, serving
 from digen.rewards.total import total
 from digen.schedule.costs import Costs
 from digen.stopping import Orders, obeying
-from digen.supervision import Revive
+from digen.supervision import Revive, why_lost
 from digen.types import Scores, Span, Start
 from digen.workload import SCORER, TRAINER, finished_spans, generator_names
 
@@ -140,8 +140,9 @@ def _train(job: Job, console: Console) -> None:
                 observer.on_note(_how_to_go_on(job))
                 raise
             observer.on_note(f"{died}; the run is started again from its newest checkpoint")
-        except (WorkerError, RewardError, SyncError, CheckpointError, Stopped):
-            observer.on_note(_how_to_go_on(job))
+        except (WorkerError, RewardError, SyncError, CheckpointError, ConfigError, Stopped) as error:
+            if failures or not isinstance(error, ConfigError):  # else nothing has been started yet
+                observer.on_note(_how_to_go_on(job))
             raise
         finally:
             observer.close()
@@ -192,12 +193,13 @@ async def _run(job: Job, observer: Observer, orders: Orders) -> None:
     engine = make_engine(config)
     orders.abandon = partial(_abandon, engine, observer)
     async with engine.open(specs(_as_workers_see_it(job), job.folder.logs)) as groups:
+        present = {name: group for name, group in groups.items() if not why_lost(group)}
         generators = [group for name, group in groups.items() if name not in (TRAINER, SCORER)]
         trainer, scorer = groups[TRAINER], groups.get(SCORER)
         clock = Clock(past.elapsed_s) if past.checkpoint or past.elapsed_s else None
-        await load(groups, observer, clock, _texts(job))
-        await _note_cut_prompts(config, (generators or [trainer])[0], job.prompts, observer)
-        start = await _begin(job, generators, trainer, observer, clock)
+        await load(present, observer, clock, _texts(job))
+        await _note_cut_prompts(config, next(iter(present.values())), job.prompts, observer)
+        start = await _begin(job, [g for g in generators if g.name in present], trainer, observer, clock)
         driver = Driver(
             config,
             generators,
@@ -222,8 +224,8 @@ async def _run(job: Job, observer: Observer, orders: Orders) -> None:
 
 
 def _revive(job: Job, engine: Engine) -> Revive | None:
-    """How a lost group is started again; None where it could not get the present weights, or the engine cannot."""
-    if job.config.weights.transport == "collective" or not hasattr(engine, "respawn"):
+    """How a lost group is started again; None where it could not get the present weights."""
+    if job.config.weights.transport == "collective":
         return None
 
     async def revive(group: WorkerGroup) -> None:
@@ -234,8 +236,7 @@ def _revive(job: Job, engine: Engine) -> Revive | None:
 
 
 def _abandon(engine: Engine, observer: Observer) -> None:
-    if hasattr(engine, "abandon"):
-        engine.abandon()
+    engine.abandon()
     observer.close()  # or a terminal has no cursor any more
 
 
@@ -311,15 +312,16 @@ def make_engine(config: RunConfig[Any]) -> Engine:
 def specs(config: RunConfig[Any], log_dir: Path) -> list[WorkerSpec]:
     """The worker groups of a run: every generator replica, then the trainer, then what scores if neither does.
 
-    Colocated runs have no generators.
+    Colocated runs have no generators. Those beyond `generator.min_replicas` are optional.
     """
     generator, trainer = config.generator, config.trainer
     replicas = 0 if config.schedule.mode == "colocated" else generator.replicas
     names = generator_names(replicas) if replicas else ()
+    needed = names[: generator.min_replicas]
     target = plugins.target("generators", generator.backend)
     apart = GroupConfig(devices=config.scoring.devices) if config.scoring.devices else None
     return [
-        *(spec(config, name, target, generator, log_dir) for name in names),
+        *(replace(spec(config, n, target, generator, log_dir), optional=n not in needed) for n in names),
         spec(config, TRAINER, plugins.target("trainers", trainer.backend), trainer, log_dir),
         *([spec(config, SCORER, "digen.backends.scoring:Scorer", apart, log_dir)] if apart else []),
     ]

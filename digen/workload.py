@@ -56,6 +56,8 @@ class Words(Section):
     """Seconds of a generator to load new weights, once a step."""
     replicas: Count | None = None
     """Generators that work on their own micro-batches."""
+    slower: str | None = Field(None, pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?)*$")
+    """How many times as long each generator takes to generate and to score, as in 1,3"""
     steps: Count | None = None
     """Global steps."""
     samples: Annotated[int, Field(ge=2)] | None = None
@@ -78,6 +80,8 @@ PRICES: Mapping[str, tuple[SpanKind, bool]] = {
 }
 """Word -> kind of work, and whether it is work on samples."""
 OF_GENERATORS: tuple[SpanKind, ...] = ("generate", "score", "pull", "help")
+BY_SPEED: tuple[SpanKind, ...] = ("generate", "score", "help")
+"""What a slower device takes longer for; a pull waits for the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,10 @@ class Workload:
     """Steps between checkpoints; 0: none until the end."""
     devices: tuple[int, int] = (1, 1)
     """Of all generators together and of the trainer, that the costs are for."""
+    mixed: bool = False
+    """Whether these are devices of two kinds."""
+    assumed: frozenset[SpanKind] = frozenset()
+    """Kinds of work whose costs nobody gave."""
     notes: tuple[str, ...] = ()
     run: MeasuredRun | None = None
 
@@ -172,6 +180,7 @@ def of_run(path: Path) -> Workload:
         updates_per_rollout=trainer.get("updates_per_rollout", 1),
         save_every=tree.get("checkpoint", {}).get("every", 0),
         devices=(replicas * generator.get("ranks", 1), trainer.get("ranks", 1)),
+        mixed=generator.get("node", {}) != trainer.get("node", {}),
     )
     rows = read_rows(folder.metrics) if folder.metrics.is_file() else []
     return _with_costs(work, list(_of_all_samples(spans, kept)), {int(r["step"]): r["step_time_s"] for r in rows})
@@ -214,8 +223,9 @@ def _replaced(work: Workload, words: Words) -> Workload:
         work = replace(work, prompts=prompts, prompts_per_microbatch=1, samples_per_prompt=words.samples)
     if words.microbatches is not None:
         work = replace(work, prompts=words.microbatches * work.prompts_per_microbatch)
-    if words.replicas is not None or not work.generators:
-        names = generator_names(words.replicas or 1)
+    slower = [float(factor) for factor in words.slower.split(",")] if words.slower else []
+    if words.replicas is not None or slower or not work.generators:
+        names = generator_names(words.replicas or len(slower) or 1)
         each = work.devices[0] / max(len(work.generators), 1)
         devices = (round(each * len(names)), work.devices[1])
         work = replace(work, costs=work.costs.renamed(names, TRAINER), generators=names, devices=devices)
@@ -225,7 +235,18 @@ def _replaced(work: Workload, words: Words) -> Workload:
         generators, trainer = map(int, words.measured_on.split(":"))
         work = replace(work, devices=(generators, trainer))
     work = replace(work, steps=words.steps or work.steps, staleness=words.staleness or work.staleness)
-    return _priced(work, words)
+    return _slowed(_priced(work, words), slower)
+
+
+def _slowed(work: Workload, slower: Sequence[float]) -> Workload:
+    """Each generator takes so many times as long."""
+    if slower and (min(slower) <= 0 or len(slower) != len(work.generators)):
+        got, count = ",".join(f"{factor:g}" for factor in slower), len(work.generators)
+        raise ConfigError(f"slower: got {got}; allowed: a number > 0 for each of {count} generators (--slower)")
+    costs = work.costs
+    for name, factor in zip(work.generators, slower, strict=False):
+        costs = costs.scaled(dict.fromkeys(BY_SPEED, factor), [name])
+    return replace(work, costs=costs)
 
 
 def _priced(work: Workload, words: Words) -> Workload:
@@ -247,12 +268,13 @@ def _complete(work: Workload) -> Workload:
     measured = [seconds for name in work.generators if (seconds := costs.seconds(name, "generate", size))]
     if not measured:
         raise ConfigError("generate: no generator of this run generated anything; allowed: --generate")
+    missing: set[SpanKind] = set()
     if costs.seconds(TRAINER, "assist", size) is None:
+        missing.add("assist")
         costs = costs.fixed(TRAINER, "assist", size, fmean(measured) * devices / work.devices[1])
         notes.append("an assist is taken to be as long as a generator's generate on as many devices (--assist)")
     update = costs.seconds(TRAINER, "update", size) or 0.0
     assumed = {"generate": fmean(measured), "score": 0.0, "pull": 0.0, "help": update * work.devices[1] / devices}
-    missing: set[str] = set()
     for name, kind in product(work.generators, OF_GENERATORS):
         if costs.seconds(name, kind, size) is None:
             missing.add(kind)
@@ -263,7 +285,50 @@ def _complete(work: Workload) -> Workload:
         notes.append("a generator that never generated is taken to be as fast as the others")
     if work.unstacked == 1.0:
         notes.append("colocated, naive and gap update as fast as with TSP (--update-unstacked)")
-    return replace(work, costs=costs, notes=tuple(notes))
+    return replace(work, costs=costs, notes=tuple(notes), assumed=work.assumed | missing)
+
+
+def placed(work: Workload, generators: int, trainers: int, borrowed: int = 0) -> Workload:
+    """The same work on other numbers of devices: it takes 1 / devices of its group as long.
+
+    `borrowed`: devices of the trainer's kind that generate beside the generators' own, in groups of the same size.
+    """
+    faster, quicker = work.devices[0] / generators, work.devices[1] / trainers
+    costs = work.costs.scaled({**dict.fromkeys(BY_SPEED, faster), "assist": quicker, "update": quicker})
+    each = max(1, generators // len(work.generators))
+    sizes = [each] * (borrowed // each) + ([borrowed % each] if borrowed % each else [])
+    more = tuple(f"borrowed-{k}" for k in range(len(sizes)))
+    for name, size in zip(more, sizes, strict=True):
+        for kind, seconds in _borrowed(work, size).items():
+            costs = costs.fixed(name, kind, 0 if kind == "pull" else work.num_samples, seconds)
+    return replace(work, costs=costs, devices=(generators + borrowed, trainers), generators=work.generators + more)
+
+
+def two_kinds(work: Workload) -> Workload:
+    """What each side takes of the other's work, known or assumed by how fast each generates. Raises ConfigError."""
+    if "assist" in work.assumed:
+        raise ConfigError("assist: missing; what devices of the trainer's kind take to generate; allowed: --assist")
+    if "help" not in work.assumed:
+        return work
+    costs, size = work.costs, work.num_samples
+    by_trainer = costs.seconds(TRAINER, "update", size) or 0.0
+    for name in work.generators:
+        slower = work.seconds(name, "generate", size) / work.seconds(TRAINER, "assist", size)
+        costs = costs.fixed(name, "help", size, by_trainer * slower)
+    return replace(work, costs=costs)
+
+
+def _borrowed(work: Workload, devices: int) -> dict[SpanKind, float]:
+    """What so many devices of the trainer's kind take for a generator's work on a micro-batch."""
+    size, trainer = work.num_samples, work.devices[1] / devices
+    mean = {kind: fmean(work.seconds(name, kind, size) for name in work.generators) for kind in OF_GENERATORS}
+    generate = work.seconds(TRAINER, "assist", size) * trainer
+    return {
+        "generate": generate,
+        "score": mean["score"] * generate / mean["generate"],
+        "pull": mean["pull"],
+        "help": work.seconds(TRAINER, "update", size) * trainer,
+    }
 
 
 def _file(path: Path) -> list[Setting]:

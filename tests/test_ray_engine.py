@@ -250,6 +250,33 @@ def test_a_run_whose_node_is_killed_goes_on_and_learns_the_same(two_nodes: Any, 
     assert max(float((there[name] - here[name]).abs().max()) for name in here) <= 1e-6
 
 
+def test_a_run_begins_with_one_replica_and_another_comes_with_a_node_that_joins_the_cluster(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """The first replica waits in the second step until the other one, for which there was no room, has generated."""
+    nodes = [cluster.add_node(num_cpus=1, labels={"zone": "c"})]
+
+    def add() -> None:
+        assert soon((tmp_path / "waiting").exists, 120)
+        nodes.append(cluster.add_node(num_cpus=1, labels={"zone": "c"}))
+
+    thread, said = threading.Thread(target=add), io.StringIO()
+    thread.start()
+    elastic = ["generator.min_replicas=1", "generator.node={zone: c}", "trainer.node={zone: a}"]
+    elastic.append(f"generator.backend={HERE}/passing_generators.py:Passing")
+    elastic.append(f"generator.env={{HOLD_IN: {tmp_path}}}")
+    alone = ["trainer.backend=local", "trainer.ranks=1", "schedule.assist=none"]
+    there = train(tmp_path / "ray", *alone, "engine.name=ray", *elastic, said=said)
+    thread.join()
+    for node in nodes:
+        cluster.remove_node(node)
+    wanted = r"1 rank\(s\) of 1 CPU each are wanted on nodes with zone=c\. Available .*; generator-1 is away: the run"
+    assert re.search(wanted, said.getvalue())
+    assert "generator-1 is there: the run has 2 of 2 generators" in said.getvalue()
+    here = train(tmp_path / "inline", *alone, "engine.name=inline")
+    assert max(float((there[name] - here[name]).abs().max()) for name in here) <= 1e-6
+
+
 ALONE = """
 from pathlib import Path
 

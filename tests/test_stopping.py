@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import runpy
 import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from digen.stopping import FINISH_S
 
 HERE = Path(__file__).parent
 COMMAND = """
-import os, sys
+import os, sys, tempfile
 os.environ.update(environment)
+tempfile.tempdir = None
 sys.argv = ["digen", *words]
 sys.stderr = sys.stdout = open(log, "a", buffering=1)
 from digen.cli import main
@@ -43,38 +45,53 @@ SMALL = (
     "observe.tensorboard=false",
     "observe.grid_every=0",
 )
+NUMBERS = (
+    *(setting for setting in SMALL if "backend" not in setting),
+    f"generator.backend={HERE}/signalling.py:Numbers",
+    f"trainer.backend={HERE}/signalling.py:Numbers",
+)
 WORK = ("load", "generate", "score", "update", "sync", "pull", "save")
 QUICK = ("generate", "save")
+TRAINED = ("pull", "save")
+"""When it does this, a run has an optimizer step behind it."""
+COMPLAINTS = ("Traceback", "Error", "Exception", "leaked", "Warning")
+"""What is in a line of output that nobody should see."""
 Digen = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
 def digen(tmp_path: Path) -> Digen:
-    """The command, in a process that has imported already what is slow to import: exit code and output."""
+    """The command, in a process that has imported already what is slow to import: exit code and output.
+
+    It leaves no process, no shared memory and nothing in the folder for temporary files.
+    """
     program, log = tmp_path / "command.py", tmp_path / "log.txt"
     program.write_text(COMMAND)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["digen.cli", "digen.run", "digen.models.glyph", "digen.backends.training.local"])
 
     def call(*words: str, signals: str = "none:0:0", within_s: float = 120.0) -> tuple[int, str]:
-        values: dict[str, Any] = {"words": words, "log": str(log), "environment": {"TEST_SIGNAL": signals}}
-        process = context.Process(target=runpy.run_path, args=(str(program), values))
-        process.start()
-        pid = process.pid
-        process.join(within_s)
-        if process.exitcode is None:
-            process.kill()
-            pytest.fail(f"it did not end: {log.read_text()}")
-        assert not list(Path("/dev/shm").glob(f"*digen-{pid}-*"))
-        assert not [p for p in psutil.process_iter(["cmdline"]) if f", {pid})" in " ".join(p.info["cmdline"] or [])]
+        with tempfile.TemporaryDirectory(prefix="d") as temp:  # a short path, for Ray's sockets
+            environment = {"TEST_SIGNAL": signals, "TMPDIR": temp}
+            values: dict[str, Any] = {"words": words, "log": str(log), "environment": environment}
+            process = context.Process(target=runpy.run_path, args=(str(program), values))
+            process.start()
+            pid = process.pid
+            process.join(within_s)
+            if process.exitcode is None:
+                process.kill()
+                pytest.fail(f"it did not end: {log.read_text()}")
+            assert not list(Path("/dev/shm").glob(f"*digen-{pid}-*"))
+            assert not [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TMPDIR") == temp]
+            assert list(Path(temp).iterdir()) == []
         return process.exitcode, log.read_text()
 
     return call
 
 
-def settings(folder: Path, engine: str) -> list[str]:
+def settings(folder: Path, engine: str, small: Sequence[str] = SMALL) -> list[str]:
     config = folder.with_name("config.yaml")
-    overrides = [*SMALL, f"run_dir={folder}", f"engine.name={engine}"]
+    overrides = [*small, f"run_dir={folder}", f"engine.name={engine}"]
     config.write_text(presets.dump(presets.resolve("flowgrpo", "glyph", None, overrides, {})))
     return ["run", "flowgrpo", "--config", str(config)]
 
@@ -135,6 +152,33 @@ def test_p87_so_it_is_where_workers_are_processes(
     stop_and_go_on(digen, tmp_path / "run", work, number, "process")
     found = weights(tmp_path / "run")
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
+def stop(digen: Digen, folder: Path, work: str, number: int, engine: str) -> None:
+    """A run of workers of numbers that is stopped at this work."""
+    code, said = digen(*settings(folder, engine, NUMBERS), signals=f"{work}:{number}:1")
+    assert (folder / "signalled").exists(), said
+    assert code == 128 + number, said
+    assert not [line for line in said.splitlines() if any(word in line for word in COMPLAINTS)], said
+    notes = (folder / "logs" / "driver.log").read_text()
+    assert f"to go on: digen run --resume {folder}" in notes
+    saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
+    assert len(saved) == (work in TRAINED), notes
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("engine", ["inline", "process", pytest.param("ray", marks=pytest.mark.slow)])
+def test_p87_no_engine_leaves_anything_whatever_a_run_does_when_it_is_stopped(
+    engine: str, work: str, digen: Digen, tmp_path: Path
+) -> None:
+    number = (signal.SIGTERM, signal.SIGINT)[WORK.index(work) % 2]
+    stop(digen, tmp_path / "run", work, number, engine)
+
+
+def test_three_starts_and_stops_in_a_row_leave_nothing(digen: Digen, tmp_path: Path) -> None:
+    """benchmarks/starts.py does 30, of the bundled model."""
+    for work in ("load", "score", "sync"):
+        stop(digen, tmp_path / work, work, signal.SIGINT, "process")
 
 
 @pytest.mark.parametrize("engine", ["inline", pytest.param("process", marks=pytest.mark.slow)])

@@ -114,7 +114,7 @@ async def test_an_inline_group_is_started_again_as_a_new_object_with_new_keys() 
 
 
 def test_built_in_engines_can_start_a_group_again() -> None:
-    for name in ("inline", "process"):
+    for name in ("inline", "process", "ray"):
         assert hasattr(plugins.find("engines", name), "respawn")
 
 

@@ -5,10 +5,12 @@ The real engine is tested by `make test-vllm`.
 
 import importlib
 import json
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,6 @@ from typer.testing import CliRunner
 
 from digen import plugins, preflight
 from digen.backends.generation.diffusers import DiffusersGenerator
-from digen.backends.generation.vllm_adapters import bind_adapters, write_adapters
 from digen.backends.generation.vllm_engine import EngineError, report
 from digen.backends.generation.vllm_weights import Update, places
 from digen.backends.training.local import LocalTrainer
@@ -95,6 +96,12 @@ def test_trajectories_are_those_of_the_diffusers_backend(
         assert (trajectory[name].shape, trajectory[name].dtype) == (tensor.shape, tensor.dtype), name
         assert (trajectory[name].float() - tensor.float()).abs().max() <= 1e-5, name
     assert (media.int() - pixels.int()).abs().max() <= 1
+
+
+def test_the_engines_decoder_tiles_where_diffusers_would(made: Make) -> None:
+    for tiling in (True, False):
+        vae = made(f"model.vae_tiling={tiling}").engine._engine.worker.model_runner.pipeline.vae
+        assert vae.use_tiling == tiling
 
 
 def test_eight_samples_go_through_the_transformer_together(made: Make, make_microbatch: Make) -> None:
@@ -292,73 +299,6 @@ def test_an_update_in_pieces_is_whole_when_all_have_come() -> None:
     assert update.finish() == {"version": 3, "tensors": 2, "parameters": 2}
 
 
-# --- adapters ---
-
-
-class Manager:
-    """The engine's manager of adapters: it takes what fits nowhere without a word."""
-
-    def __init__(self, binds: Callable[[str], bool] = lambda module: True, factor: float = 1.0) -> None:
-        self.binds, self.factor, self.active = binds, factor, None
-        self._registered_adapters: dict[int, Any] = {}
-
-    def list_adapters(self) -> list[int]:
-        return list(self._registered_adapters)
-
-    def remove_adapter(self, number: int) -> None:
-        del self._registered_adapters[number]
-
-    def add_adapter(self, request: Any) -> None:
-        given = load_file(Path(request.lora_path) / "adapter_model.safetensors")
-        settings = json.loads((Path(request.lora_path) / "adapter_config.json").read_text())
-        scale = settings["lora_alpha"] / settings["r"] * self.factor
-        loras = {}
-        for name, tensor in given.items():
-            module, _, which = name.removeprefix("base_model.model.").partition(".lora_")
-            if which.startswith("A") and self.binds(module):
-                second = given[name.replace("lora_A", "lora_B")] * scale
-                loras[module] = SimpleNamespace(lora_a=tensor, lora_b=second)
-        self._registered_adapters[request.lora_int_id] = SimpleNamespace(loras=loras)
-
-    def set_active_adapter(self, request: Any) -> None:
-        self.active = request and request.lora_int_id
-
-
-@pytest.fixture
-def adapters(tmp_path: Path) -> tuple[str, list[str]]:
-    kind: Any = plugins.find("generators", BACKEND)
-    sys.modules[kind.__module__].install()
-    tensors = {}
-    for module in ("transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_out.0"):
-        tensors[f"{module}.lora_A.default.weight"] = torch.randn(2, 8)
-        tensors[f"{module}.lora_B.default.weight"] = torch.randn(8, 2)
-    return str(tmp_path), write_adapters(tmp_path, tensors, 2, 4.0, {"attn.to_out.0": "attn.to_out"})
-
-
-def test_adapters_are_named_as_the_engine_names_its_modules(adapters: tuple[str, list[str]]) -> None:
-    folder, modules = adapters
-    assert modules == ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.attn.to_out"]
-    names = load_file(Path(folder) / "adapter_model.safetensors").keys()
-    assert {name.removeprefix("base_model.model.") for name in names} == {
-        f"{module}.lora_{which}.weight" for module in modules for which in "AB"
-    }
-
-
-def test_adapters_that_bind_to_nothing_or_to_other_numbers_are_errors(adapters: tuple[str, list[str]]) -> None:
-    folder, modules = adapters
-    manager = Manager()
-    assert bind_adapters(manager, folder, 4, modules).lora_int_id == manager.active == 5
-    assert bind_adapters(manager, folder, 4, modules).lora_int_id == 5
-    with pytest.raises(SyncError, match="0 of 2 adapted modules were bound"):
-        bind_adapters(Manager(lambda module: False), folder, 4, modules)
-    with pytest.raises(SyncError, match="1 of 2 adapted modules"):
-        bind_adapters(Manager(lambda module: "to_q" in module), folder, 4, modules)
-    with pytest.raises(SyncError, match="is not what was given"):
-        bind_adapters(Manager(factor=1.1), folder, 4, modules)
-    with pytest.raises(SyncError, match="without adapters"):
-        bind_adapters(None, folder, 4, modules)
-
-
 # --- what can be had ---
 
 
@@ -374,6 +314,21 @@ def test_without_the_extra_the_way_to_get_it_is_said_before_torch_is_imported() 
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "generator 'vllm-omni' needs vllm_omni: pip install 'digen[vllm]'" in said
     assert said.endswith("[]\n")
+
+
+@pytest.mark.skipif(find_spec("vllm_omni") is not None, reason="the extra is installed here")
+def test_asking_for_it_without_the_extra_costs_less_than_a_second() -> None:
+    """Of processor time, and of three tries the best: whatever else runs on this machine at the moment."""
+    costs = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        words = [sys.executable, "-m", "digen", "run", "flowgrpo", "--generator", "vllm-omni"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 2
+        assert "pip install 'digen[vllm]'" in done.stderr
+    assert min(costs) < 1, costs
 
 
 def test_digen_itself_never_imports_vllm() -> None:
@@ -403,7 +358,7 @@ def test_other_versions_of_the_engine_are_refused(
     ("model", "setting", "said"),
     [
         ("tiny-hunyuan-video", "steps=1", "no pipeline of its own in the engine; allowed: .* or --generator diffusers"),
-        ("tiny-wan", "steps=1", "not adapted to the engine; allowed: qwen-image, .* or --generator diffusers"),
+        ("tiny-z-image", "steps=1", "not adapted to the engine; allowed: qwen-image, .* or --generator diffusers"),
         ("glyph", "engine.name=inline", "needs engine.name=process, got inline: a process can hold one engine"),
         ("glyph", "weights.transport=collective", "allowed: shared_memory, safetensors"),
         ("glyph", "generator.dtype=float64", "allowed: float32, bfloat16"),

@@ -179,7 +179,7 @@ class AsyncOmni:
         self.open.set()
         self.waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = {}
         self.calls: deque[tuple[str, Any, asyncio.Future[Any]]] = deque()
-        self.asleep, self.pause_fails = 0, False
+        self.asleep, self.pause_fails, self.dead = 0, False, False
         self.hold: asyncio.Event | None = None
         """A test's: the running batch ends when it is set."""
         self.log: list[str] = []
@@ -258,6 +258,10 @@ class AsyncOmni:
             raise NotImplementedError("wake_up() after sleep(level=2) is not yet implemented")
         self.asleep = 0
         return [SimpleNamespace(status="SUCCESS")]
+
+    def check_health(self) -> None:
+        if self.dead:
+            raise RuntimeError("Stage-0 has no live replica")
 
     def shutdown(self) -> None:
         self.loop.cancel()

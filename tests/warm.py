@@ -85,6 +85,13 @@ class WarmEngine:
                 with anyio.CancelScope(shield=True):
                     await all_at_once(group.end for group in groups.values())
 
+    async def respawn(self, group: WorkerGroup) -> None:
+        """No test loses one of these: they are shared."""
+        raise NotImplementedError(group.name)
+
+    def abandon(self) -> None:
+        """They outlive the run."""
+
     def begin(self, spec: WorkerSpec, group: str) -> Callable[..., tuple[Any, ...]]:
         """Make the workers of a group outside of any run, under this name; what is returned asks all of them."""
         processes = self.shared()

@@ -1,38 +1,20 @@
-"""Workers of the bundled model that send a signal to the driver when they come to a call; by the environment.
+"""Workers of the bundled model that send a signal to the driver when they come to a call (signalling.py)."""
 
-`TEST_SIGNAL=method:number:times[:seconds]`: so many signals of this number, 0.3 s apart, once; the call then
-takes that many seconds longer.
-"""
-
-import os
-import time
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
+from digen import plugins
 from digen.backends.generation.diffusers import DiffusersGenerator
 from digen.backends.training.local import LocalTrainer
 
+signalled: Any = plugins.load(f"{Path(__file__).parent}/signalling.py:signalled")
+
 
 class Signalling:
-    context: Any
     config: Any
 
-    def told(self, method: str) -> None:
-        asked, number, times, *seconds = os.environ.get("TEST_SIGNAL", "none:0:0").split(":")
-        marker = Path(self.config.run_dir) / "signalled"
-        if asked != method or marker.exists():
-            return
-        marker.touch()
-        driver = os.getpid() if self.context.shared_dir is None else os.getppid()
-
-        def send() -> None:
-            for again in range(int(times)):
-                time.sleep(0.3 if again else 0.0)
-                os.kill(driver, int(number))
-
-        Thread(target=send, daemon=True).start()
-        time.sleep(float(seconds[0]) if seconds else 0.05)
+    def told(self, work: str) -> None:
+        signalled(work, Path(self.config.run_dir))
 
     def load(self) -> None:
         self.told("load")

@@ -35,6 +35,9 @@ def plan(
     sync: Annotated[float | None, typer.Option(help="Seconds of the optimizer step and of publishing.")] = None,
     pull: Annotated[float | None, typer.Option(help="Seconds of a generator to load new weights.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Generators.")] = None,
+    slower: Annotated[
+        str | None, typer.Option(metavar="K,K,...", help="How many times as long each generator takes.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Global steps; 8 if nothing else says.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of a micro-batch; 16 if nothing else says.")] = None,
     max_in_flight: Annotated[int | None, typer.Option(help="schedule.max_in_flight")] = None,
@@ -43,7 +46,10 @@ def plan(
         str | None, typer.Option(metavar="G:T", help="Generator and trainer devices that the costs are for.")
     ] = None,
     split: Annotated[bool, typer.Option("--split", help="Compare all splits of the devices.")] = False,
-    devices: Annotated[int | None, typer.Option(help="To split; as many as the costs are for if not given.")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="N|G:T", help="To split; all alike, or of two kinds. Those of the costs if not given."),
+    ] = None,
     gantt: Annotated[str | None, typer.Option(metavar="MODE", help="Mode to draw; the fastest if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object to stdout and nothing else.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -52,7 +58,7 @@ def plan(
     from digen.cli import _reported
 
     words = {
-        "microbatches": microbatches, "samples": samples, "replicas": replicas, "steps": steps,
+        "microbatches": microbatches, "samples": samples, "replicas": replicas, "slower": slower, "steps": steps,
         "generate": generate, "assist": assist, "update": update, "update_unstacked": update_unstacked,
         "score": score, "sync": sync, "pull": pull,
         "max_in_flight": max_in_flight, "staleness": staleness, "measured_on": measured_on,
@@ -77,7 +83,7 @@ def _plan_time(
     costs: Path | None,
     words: Mapping[str, Any],
     split: bool,
-    devices: int | None,
+    devices: str | None,
     gantt: str | None,
     as_json: bool,
 ) -> None:
@@ -85,13 +91,22 @@ def _plan_time(
     from digen.plan import plan as make
     from digen.workload import read
 
-    made = make(read(costs, words), split=split, devices=devices)
+    made = make(read(costs, words), split=split, devices=None if devices is None else _devices(devices))
     if as_json:
         _emit(made.as_json())
         return
     from digen.observe.planned import show_plan
 
     show_plan(made, _console(stderr=False), made.mode(gantt) if gantt else made.fastest)
+
+
+def _devices(text: str) -> int | tuple[int, int]:
+    """`8`, or `8:4` of two kinds."""
+    counts = text.split(":")
+    if not all(count.isdecimal() for count in counts) or len(counts) > 2:
+        raise ConfigError(f"--devices: got {text!r}; allowed: a whole number, or two of them as in 8:4 (two kinds)")
+    first, *second = map(int, counts)
+    return (first, second[0]) if second else first
 
 
 def _plan_memory(

@@ -75,6 +75,8 @@ class WorkerSpec:
     """Labels of the nodes that may carry its ranks, for an engine that has several."""
     log_dir: Path | None = None
     """Where `<group>-<rank>.log` is written (stdout, stderr and warnings of the worker); None: not redirected."""
+    optional: bool = False
+    """Whether the others may begin without it where an engine of several nodes has no room: it is `lost` then."""
 
 
 class WorkerGroup(Protocol):
@@ -116,7 +118,10 @@ class Engine(Protocol):
     def store(self) -> TensorStore: ...
 
     def open(self, specs: Sequence[WorkerSpec]) -> AbstractAsyncContextManager[Mapping[str, WorkerGroup]]:
-        """Start all groups at once (constructors run in the workers). ConfigError when a device does not exist."""
+        """Start all groups at once (constructors run in the workers). ConfigError when a device does not exist.
+
+        A group whose spec is `optional` may be `lost` from the beginning; `respawn` starts it when there is room.
+        """
         ...
 
     async def respawn(self, group: WorkerGroup) -> None:

@@ -21,7 +21,7 @@ import anyio.to_thread
 from digen.engines.base import TensorStore, WorkerContext, WorkerGroup, WorkerSpec
 from digen.engines.placement import check_names, count_cuda_in_child, place
 from digen.engines.process import ProcessWorkers
-from digen.engines.ray_cluster import Cluster, Room, connected, is_connected
+from digen.engines.ray_cluster import START_S, Cluster, Room, connected, is_connected
 from digen.engines.ray_placement import need
 from digen.engines.ray_rank import Facts, Rank, Setting, versions
 from digen.engines.ray_remote import RayRank, Traffic
@@ -59,7 +59,7 @@ class RayEngine:
             try:
                 await cluster.begin()
                 await self._occupy(cluster, specs)
-                await all_at_once(group.start for group in self._groups.values())
+                await all_at_once(group.start for group in self._groups.values() if not group.lost)
                 yield self._groups
             finally:
                 with anyio.CancelScope(shield=True):
@@ -67,12 +67,30 @@ class RayEngine:
                     await cluster.end()
 
     async def _occupy(self, cluster: Cluster, specs: Sequence[WorkerSpec]) -> None:
-        rooms = await cluster.reserve(specs)
+        rooms = await self._rooms(cluster, specs)
         neighbours = Counter(node for room in rooms.values() for node in room.nodes)
-        for name, group in self._groups.items():
-            group.occupy(rooms[name], neighbours)
-        for group in self._groups.values():
-            await group.meet()
+        for name, room in rooms.items():
+            self._groups[name].occupy(room, neighbours)
+        for spec in specs:
+            if spec.name in rooms:
+                await self._groups[spec.name].join(needed=not spec.optional)
+
+    async def _rooms(self, cluster: Cluster, specs: Sequence[WorkerSpec]) -> dict[str, Room]:
+        """Room for all; else for those that are needed, and for as many others as fit beside them."""
+        needed = [spec for spec in specs if not spec.optional]
+        try:
+            return await cluster.reserve(specs)
+        except ConfigError:
+            if len(needed) == len(specs):
+                raise
+        rooms = await cluster.reserve(needed)
+        for spec in specs:
+            if spec.optional:
+                try:
+                    rooms |= await cluster.reserve([spec], patience_s=0.0)
+                except ConfigError as error:
+                    self._groups[spec.name].absent(error)
+        return rooms
 
     async def respawn(self, group: WorkerGroup) -> None:
         """Fresh processes for a group, on other nodes if its own are gone. Raises WorkerError."""
@@ -100,6 +118,21 @@ class RayWorkers(ProcessWorkers):
         self._room = room
         self._actors = [self._actor(rank, room, neighbours[node]) for rank, node in enumerate(room.nodes)]
 
+    async def join(self, *, needed: bool = True) -> None:
+        """`meet`; a group that is not needed may fail, and is lost then. Raises ConfigError."""
+        try:
+            await self.meet()
+        except ConfigError as error:
+            if needed:
+                raise
+            self.absent(error)
+            await self.leave()
+
+    def absent(self, why: ConfigError) -> WorkerDied:
+        """It is lost: this is why its processes could not be started."""
+        self._ended_by = died = WorkerDied(self.name, 0, "__init__", str(why))
+        return died
+
     async def meet(self) -> None:
         """Wait for the processes, and see that they can work together. Raises ConfigError."""
         facts = [await self._facts(rank, actor) for rank, actor in enumerate(self._actors)]
@@ -111,9 +144,10 @@ class RayWorkers(ProcessWorkers):
         from ray.exceptions import RayError
 
         try:
-            return cast("Facts", await self._cluster.thread.get(actor.facts.remote()))
-        except RayError as error:
-            why = f"{type(error).__name__}: {error}"
+            with anyio.fail_after(START_S):
+                return cast("Facts", await self._cluster.thread.get(actor.facts.remote()))
+        except (RayError, TimeoutError) as error:
+            why = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {START_S:g} s"
             raise ConfigError(f"{self.name} rank {rank} does not start; is digen on all nodes? {why}") from error
 
     async def renew(self) -> None:
@@ -127,8 +161,9 @@ class RayWorkers(ProcessWorkers):
                 self.occupy(room, Counter(room.nodes))
                 await self.meet()
             except ConfigError as error:
-                self._ended_by = WorkerDied(self.name, 0, "__init__", str(error))
-                raise self._ended_by from error
+                with anyio.CancelScope(shield=True):
+                    await self.leave()  # others may want the room
+                raise self.absent(error) from error
         await self.start()
 
     async def leave(self) -> None:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from digen.engines.base import WorkerSpec
 from digen.engines.ray_placement import Node, arrange, need
 from digen.engines.ray_store import NAMESPACE, DriverStore, Keeper, keeper_name
 from digen.engines.store import new_folder, shared_folder
+from digen.engines.together import all_at_once
 from digen.errors import ConfigError
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ PATIENCE_S: Final = 5.0
 """How long the cluster may have no room: what another run has just left is free a moment later."""
 RESERVE_S: Final = 5.0
 """Longest wait for a reservation; then its nodes are taken for dead (Ray notices that later) and others are tried."""
+START_S: Final = 120.0
+"""Longest wait for a process to start in the room that is reserved for it: by then its node may be gone."""
 RETRY_S: Final = 0.2
 ANSWER_S: Final = 5.0
 """Longest wait for whoever is at an address."""
@@ -211,26 +214,40 @@ class Cluster:
         self.keepers[await self.thread.get(first.here.remote())] = first
         self.store.first = first
 
-    async def reserve(self, specs: Sequence[WorkerSpec]) -> dict[str, Room]:
-        """Room for all ranks of these groups, and a keeper near each. Raises ConfigError with wanted and available."""
-        limit, gone = anyio.current_time() + PATIENCE_S, set[str]()
+    async def reserve(self, specs: Sequence[WorkerSpec], patience_s: float = PATIENCE_S) -> dict[str, Room]:
+        """Room for all ranks of these groups, and a keeper near each. Raises ConfigError with wanted and available.
+
+        A node that does not give what it seems to have is taken for dead, and others are tried.
+        """
+        limit, gone = anyio.current_time() + patience_s, set[str]()
         while True:
             nodes: list[Node] = await self.thread.get(self.store.first.nodes.remote())
             try:
                 where = arrange(specs, [node for node in nodes if node.id not in gone])
             except ConfigError:
-                if anyio.current_time() > limit:
+                if anyio.current_time() >= limit:
                     raise
                 await anyio.sleep(RETRY_S)
                 continue
             rooms = {spec.name: Room(where[spec.name], _placement(spec, where[spec.name])) for spec in specs}
-            late = [room for room in rooms.values() if not await anyio.to_thread.run_sync(_given, room)]
-            if not late:
-                await self._keep_on(node for room in rooms.values() for node in room.nodes)
+            taken = False
+            try:
+                silent = await self._silent(rooms.values())
+                taken = not silent
+            finally:
+                if not taken:
+                    with anyio.CancelScope(shield=True):
+                        await all_at_once(partial(self.give_back, room) for room in rooms.values())
+            if taken:
                 return rooms
-            for room in rooms.values():
-                await self.give_back(room)
-            gone.update(node for room in late for node in room.nodes)
+            gone |= silent
+
+    async def _silent(self, rooms: Collection[Room]) -> set[str]:
+        """Nodes that do not give these rooms, or no keeper; when there are none, the rooms can be used."""
+        late = [room for room in rooms if not await anyio.to_thread.run_sync(_given, room)]
+        return {node for room in late for node in room.nodes} or await self._keep_on(
+            node for room in rooms for node in room.nodes
+        )
 
     async def give_back(self, room: Room) -> None:
         """End a reservation."""
@@ -238,8 +255,9 @@ class Cluster:
 
         await anyio.to_thread.run_sync(remove_placement_group, room.placement)
 
-    async def _keep_on(self, nodes: Iterable[str]) -> None:
-        """Have a keeper on all of these nodes."""
+    async def _keep_on(self, nodes: Iterable[str]) -> set[str]:
+        """Have a keeper on all of these nodes; those where none starts."""
+        from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         new = [node for node in dict.fromkeys(nodes) if node not in self.keepers]
@@ -247,8 +265,15 @@ class Cluster:
             pinned = NodeAffinitySchedulingStrategy(node, soft=False)
             name = keeper_name(self.store.run, node)
             self.keepers[node] = self._keeper(name, self.store.first, scheduling_strategy=pinned)
+        silent = set()
         for node in new:
-            await self.thread.get(self.keepers[node].here.remote())
+            try:
+                with anyio.fail_after(START_S):
+                    await self.thread.get(self.keepers[node].here.remote())
+            except (RayError, TimeoutError):
+                del self.keepers[node]
+                silent.add(node)
+        return silent
 
     def _keeper(self, name: str, first: Any, **options: Any) -> Any:
         import ray

@@ -107,14 +107,20 @@ def _needs(config: RunConfig[Any], ranks: Sequence[RankMemory]) -> Iterator[tupl
     for name, held in by_group.items():
         group = config.trainer if name == "trainer" else config.generator
         for _ in range(held.ranks // group.ranks):
-            named = named_devices(group.devices, group.ranks)
+            named, parallel = named_devices(group.devices, group.ranks), _parallel(config, name)
             for rank in range(group.ranks):
-                there.setdefault(named[rank % len(named)], Counter())[name] += 1
+                for device in named[rank % len(named) :: group.ranks][:parallel]:
+                    there.setdefault(device, Counter())[name] += 1
     for device, names in sorted(there.items()):
         if device != "cpu":
             resting = sum(by_group[name].standing * count for name, count in names.items())
             needed = max(resting + by_group[name].peak - by_group[name].standing for name in names)
             yield device, needed, " and ".join(f"{count} x {name}" for name, count in names.items())
+
+
+def _parallel(config: RunConfig[Any], group: str) -> int:
+    """Devices of a rank."""
+    return 1 if group == "trainer" else config.generator.devices_per_rank
 
 
 def ask(config: RunConfig[Any]) -> Judgement:

@@ -65,9 +65,9 @@ class RankMemory:
 
 
 def generator_memory(config: RunConfig[Any], sizes: Sizes) -> RankMemory:
-    """A generator's rank: the whole model, whatever the trainer does with it."""
+    """A generator's rank on one of its devices: the whole model, or its part where the engine divides it."""
     group, weights = config.generator, sizes.weights
-    kept = weights.nbytes + weights.buffers
+    kept = ceil((weights.nbytes + weights.buffers) / group.devices_per_rank)
     sampling = _sampling(config, group, sizes)
     parts = {"parameters": kept, "decoder": sizes.decoder, "text encoders": sizes.encoders, **sampling}
     standing = kept + sizes.decoder

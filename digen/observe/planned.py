@@ -99,11 +99,14 @@ def _splits(work: Workload, splits: Sequence[Split]) -> list[Text | Table]:
         table.add_column(head, justify="right")
     for split in splits:
         times = map(number, split.step_times_s.values())
-        table.add_row(str(split.generators), str(split.trainers), *times, style="bold" if split is best else "")
+        generators = f"{split.generators} + {split.borrowed}" if split.borrowed else str(split.generators)
+        table.add_row(generators, str(split.trainers), *times, style="bold" if split is best else "")
     given = "{} generator and {} trainer devices".format(*work.devices)
+    borrowed = f"{best.borrowed} of the trainer's kind + " if best.borrowed else ""
+    counts = f"{best.generators} + {borrowed}{best.trainers} devices"
     return [
         Text("splits of the devices", style="bold"),
         Text(f"generation and updates take 1 / devices of what they take on {given}", style="dim"),
         table,
-        Text(f"best: {best.generators} + {best.trainers} devices, {number(best.best_s)} s a step", style="bold"),
+        Text(f"best: {counts}, {number(best.best_s)} s a step", style="bold"),
     ]

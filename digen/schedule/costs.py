@@ -83,14 +83,16 @@ class Costs:
         """With this work on `rows` samples taking so long, whatever was measured of it before, at any size."""
         return type(self)({**self.measured, (worker, kind): {rows: Measured.carried(seconds)}})
 
-    def scaled(self, factors: Mapping[SpanKind, float]) -> Self:
-        """With these kinds of work taking so many times as long, on every group."""
+    def scaled(self, factors: Mapping[SpanKind, float], workers: Collection[str] | None = None) -> Self:
+        """With these kinds of work taking so many times as long, on every group or on these."""
+
+        def scale(worker: str, kind: SpanKind, measured: Measured) -> Measured:
+            known = kind in factors and (workers is None or worker in workers)
+            return Measured.carried(measured.typical_s * factors[kind]) if known else measured
+
         return type(self)(
             {
-                (worker, kind): {
-                    rows: Measured.carried(measured.typical_s * factors[kind]) if kind in factors else measured
-                    for rows, measured in sizes.items()
-                }
+                (worker, kind): {rows: scale(worker, kind, measured) for rows, measured in sizes.items()}
                 for (worker, kind), sizes in self.measured.items()
             }
         )

@@ -25,7 +25,7 @@ from digen.engines.base import WorkerGroup
 from digen.errors import DigenError, WorkerDied, WorkerError
 from digen.observe.base import StepRow
 from digen.testing import Recorder, SimulatedGroup, simulated_config, simulated_driver, virtual_run
-from digen.types import Ref, ScoredRollout, Start, Stat, StepReport
+from digen.types import Ref, ScoredRollout, Span, Start, Stat, StepReport
 
 STEPS: Final = 3
 HANG_S: Final = 100.0
@@ -193,6 +193,10 @@ class Setup:
     scorer: bool = False
     every: int = 1
     restarts: int = RESTARTS
+    samples: int = 2
+    """Of each prompt."""
+    ranks: int = 1
+    """Of each generator that is made of processes."""
 
     @classmethod
     def drawn(cls, seed: int) -> Setup:
@@ -220,7 +224,7 @@ class Setup:
         scoring = {"timeout_s": 20.0, **({"devices": "cpu"} if self.scorer else {})}
         engine = {"hang_s": HANG_S, "restarts": self.restarts}
         sections = {"engine": engine, "scoring": scoring, "checkpoint": {"every": self.every}}
-        return simulated_config(steps=STEPS, samples_per_prompt=2, schedule=dict(self.schedule), **sections)
+        return simulated_config(steps=STEPS, samples_per_prompt=self.samples, schedule=dict(self.schedule), **sections)
 
     @property
     def names(self) -> list[str]:
@@ -231,7 +235,8 @@ class Setup:
         rng = random.Random(f"costs/{self.seed}/{name}")  # noqa: S311 - no secret
         kinds = ("generate", "score", "update", "sync", "pull", "save")
         seconds = {kind: rng.choice([0.0, 0.5, 1.0, rng.uniform(0.0, 2.0)]) for kind in kinds}
-        return FaultyGroup(name, self.faults, disk, 2 * self.prompts, world_size=rng.randint(1, 2), **seconds)
+        ranks, samples = rng.randint(1, 2), self.samples * self.prompts
+        return FaultyGroup(name, self.faults, disk, samples, world_size=ranks, **seconds)
 
 
 @dataclass(slots=True)
@@ -245,6 +250,8 @@ class Ended:
     notes: list[str] = field(default_factory=list)
     rows: list[StepRow] = field(default_factory=list)
     """Of metrics, of all attempts."""
+    spans: list[Span] = field(default_factory=list)
+    """Of the last attempt."""
     left: int = 0
     """Entries of the store that nobody dropped."""
 
@@ -301,3 +308,4 @@ def _run(setup: Setup, groups: Mapping[str, FaultyGroup], disk: Mapping[int, flo
     finally:
         ended.notes += recorder.notes
         ended.rows += recorder.rows
+        ended.spans = recorder.spans

@@ -42,6 +42,7 @@ WATCHDOG_S: Final = 600.0
 SECOND_S: Final = 0.01
 """What a second of a fault's size, or of a call's cost, takes here."""
 WEIGHTS: Final = "weights.json"
+WORKER: Final = f"{__name__}:Worker"
 
 
 class FileStore:
@@ -53,7 +54,7 @@ class FileStore:
     def put(self, name: str, item: Any) -> Ref:
         self.num_put += 1
         key = f"{self.context.group}/{os.getpid()}/{self.num_put}/{name}"
-        temporary = self.folder / f"{os.getpid()}.tmp"
+        temporary = self.folder / f"{self.context.group}-{os.getpid()}.tmp"
         temporary.write_text(json.dumps(item))
         temporary.rename(self._path(key))
         return Ref(key, 8)
@@ -71,7 +72,8 @@ class Worker:
 
     def __init__(self, payload: Mapping[str, Any], context: WorkerContext) -> None:
         assert context.shared_dir is not None
-        self.books = Books(context.group, payload["samples"])
+        self.rank = context.rank
+        self.books = Books(context.group, payload["samples"], world_size=context.world_size)
         self.books.store = FileStore(context.shared_dir, context)  # type: ignore[assignment]
         self.happened, self.cost_s = Path(payload["happened"]), payload["cost_s"]
         self.planned = [Planned(**fault) for fault in payload["faults"] if fault["group"] == context.group]
@@ -104,7 +106,7 @@ class Worker:
 
     def _do(self, method: str, args: tuple[Any, ...]) -> Any:
         own = getattr(self, f"_{method}", None)
-        return own(*args) if own else self.books._on_rank(method, 0, args)  # noqa: SLF001 - the same, in a process
+        return own(*args) if own else self.books._on_rank(method, self.rank, args)  # noqa: SLF001 - in a process
 
     def _with(self, fault: Planned, method: str, args: tuple[Any, ...]) -> Any:
         do = partial(self._do, method, args)
@@ -183,17 +185,17 @@ def config_of(setup: Setup) -> RunConfig[Any]:
     checkpoint = {"every": setup.every}
     observe, schedule = {"grid_every": 0}, dict(setup.schedule)
     sections = {"engine": engine, "scoring": scoring, "checkpoint": checkpoint, "observe": observe}
-    return simulated_config(steps=STEPS, samples_per_prompt=2, schedule=schedule, **sections)
+    return simulated_config(steps=STEPS, samples_per_prompt=setup.samples, schedule=schedule, **sections)
 
 
-def run_processes(setup: Setup, folder: Path) -> Ended:
+def run_processes(setup: Setup, folder: Path, worker: str = WORKER) -> Ended:
     """One run, in `folder`, which must not exist; after the loss of its trainer from the newest checkpoint."""
     ended, failures, happened = Ended(), 0, folder / "happened"
     happened.mkdir(parents=True)
     while True:
         first = _newest(folder)
         try:
-            with_watchdog = partial(_one, setup, folder, ended)
+            with_watchdog = partial(_one, setup, folder, ended, worker)
             anyio.run(with_watchdog)
         except WorkerDied as died:
             failures = failures + 1 if _newest(folder) == first else 1
@@ -211,14 +213,11 @@ def _newest(folder: Path) -> Path | None:
     return next(iter(manifest.checkpoints(folder / "checkpoints")), None)
 
 
-async def _one(setup: Setup, folder: Path, ended: Ended) -> None:
+async def _one(setup: Setup, folder: Path, ended: Ended, worker: str) -> None:
     engine, recorder, checkpoint = ProcessEngine(folder, grace_s=GRACE_S), Recorder(), _newest(folder)
     version = (manifest.version_of(checkpoint) or 0) if checkpoint else 0
-    faults, samples = [asdict(fault) for fault in setup.faults], 2 * setup.prompts
-    payload = {"faults": faults, "samples": samples, "happened": str(folder / "happened"), "cost_s": SECOND_S}
-    specs = [WorkerSpec(name, f"{__name__}:Worker", payload, threads=1, log_dir=folder) for name in setup.names]
     with anyio.fail_after(WATCHDOG_S):
-        async with engine.open(specs) as groups:
+        async with engine.open(_specs(setup, folder, worker)) as groups:
             trainer, scorer = groups["trainer"], groups.get("scorer")
             if checkpoint:
                 await trainer.call("resume", checkpoint, version)
@@ -241,10 +240,18 @@ async def _one(setup: Setup, folder: Path, ended: Ended) -> None:
             finally:
                 ended.notes += recorder.notes
                 ended.rows += recorder.rows
+                ended.spans = recorder.spans
             ended.left = len(list(engine.store.folder.glob("*.safetensors")))
     newest = _newest(folder)
     assert newest is not None
     ended.weights = json.loads((newest / WEIGHTS).read_text())
+
+
+def _specs(setup: Setup, folder: Path, worker: str) -> list[WorkerSpec]:
+    faults, samples = [asdict(fault) for fault in setup.faults], setup.samples * setup.prompts
+    payload = {"faults": faults, "samples": samples, "happened": str(folder / "happened"), "cost_s": SECOND_S}
+    spec = partial(WorkerSpec, target=worker, payload=payload, threads=1, log_dir=folder)
+    return [spec(name, ranks=setup.ranks if name.startswith("g") else 1) for name in setup.names]
 
 
 async def _revive(engine: ProcessEngine, group: WorkerGroup) -> None:

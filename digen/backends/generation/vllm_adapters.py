@@ -1,7 +1,7 @@
 """LoRA adapters for the engine: a folder as peft writes it, with the names that the engine's modules have.
 
-Invariant: every module of the trainer's adapters is bound in the engine, to the very numbers that were given, or it is
-an error: the engine takes adapters that fit nowhere without a word (rule R15).
+Invariant: every module of the trainer's adapters is bound in the engine, on every rank to the very numbers that were
+given or to its part of them, or it is an error: the engine takes adapters that fit nowhere without a word (rule R15).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from digen.backends.generation.vllm_weights import shard
 from digen.errors import SyncError
 from digen.types import Version
 
@@ -44,10 +45,19 @@ def write_adapters(
     return modules
 
 
-def bind_adapters(manager: Any, folder: str, version: Version, modules: Sequence[str]) -> Any:
-    """Have the engine's manager of adapters load and bind them; what requests name for them from now on.
+def bind_adapters(
+    manager: Any,
+    folder: str,
+    version: Version,
+    modules: Sequence[str],
+    packed: Mapping[str, Sequence[str]],
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Any:
+    """Have a rank's manager of adapters load and bind them; what requests name for them from now on.
 
-    Raises SyncError naming modules that were not bound, or hold other numbers than the files.
+    packed: the engine's module name -> names of its parts, in order. Raises SyncError naming modules that were not
+    bound, or hold other numbers than the files.
     """
     from vllm_omni.lora.request import LoRARequest
 
@@ -59,15 +69,30 @@ def bind_adapters(manager: Any, folder: str, version: Version, modules: Sequence
         manager.remove_adapter(version + 1)  # the same version again is not the same numbers for certain
     manager.add_adapter(request)
     manager.set_active_adapter(request)
-    loaded = manager._registered_adapters[version + 1].loras  # noqa: SLF001 - the manager does not show what it bound
+    loaded = manager._registered_adapters[version + 1].loras  # noqa: SLF001 - the manager does not show what it loaded
     if loaded.keys() != set(modules):
         raise SyncError(f"version {version}: {len(loaded)} of {len(modules)} adapted modules were bound")
     given, scale = load_file(Path(folder) / FILE), _scale(Path(folder))
-    for module, found in loaded.items():
+    for module in modules:
+        layer, place = _layer(manager._lora_modules, module, packed)  # noqa: SLF001 - nor what computes with it
         first, second = (given[f"base_model.model.{module}.lora_{which}.weight"] for which in "AB")
-        if not (_same(found.lora_a, first) and _same(found.lora_b, second * scale)):
+        a, b = layer.lora_a_stacked[place][0, 0], layer.lora_b_stacked[place][0, 0]
+        num = len(first)  # the layers have room for larger ranks
+        second = second.to(b.dtype) * scale
+        mine = (shard(first, (num, a.shape[1]), rank, num_ranks), shard(second, (len(b), num), rank, num_ranks))
+        if not all(map(_same, (a[:num], b[:, :num]), mine)) or a[num:].any() or b[:, num:].any():
             raise SyncError(f"version {version}: the adapter of {module} is not what was given")
     return request
+
+
+def _layer(layers: Mapping[str, Any], module: str, packed: Mapping[str, Sequence[str]]) -> tuple[Any, int]:
+    """What computes with a module's adapter, and the number of its slice in there."""
+    parent, _, leaf = module.rpartition(".")
+    found = [(f"{parent}.{whole}", parts.index(leaf)) for whole, parts in packed.items() if leaf in parts]
+    for name, place in [*found, (module, 0)]:
+        if layer := layers.get(f"transformer.{name}"):
+            return layer, place
+    raise SyncError(f"no layer of the engine computes with the adapter of {module}")
 
 
 def _scale(folder: Path) -> float:
@@ -75,5 +100,5 @@ def _scale(folder: Path) -> float:
     return float(settings["lora_alpha"] / settings["r"])
 
 
-def _same(found: Tensor, given: Tensor) -> bool:
-    return torch.equal(found.cpu(), given.to(found.dtype).cpu())
+def _same(found: Tensor, given: Tensor | None) -> bool:
+    return given is not None and torch.equal(found.cpu(), given.to(found.dtype).cpu())

@@ -3,23 +3,27 @@
 Invariant: nothing that the engine answers is taken for granted. A worker's error comes back as a dictionary and not as
 an exception, an aborted request as an output without images, and a failed pause leaves the door shut: each is an error
 or undone here. Weights change between batches only, by calls that the engine runs when no batch is running. After a
-failed update the engine is closed: of half-loaded weights nothing may be sampled.
+failed update the engine is closed: of half-loaded weights nothing may be sampled. An engine whose processes have died
+is noticed within seconds, while it is asked for something or not.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from digen.backends.generation.vllm_host import Answer, Wanted
 from digen.errors import SyncError
 
+T = TypeVar("T")
 KEY = "digen"
 """Of what is ours in a request's `extra_args`, and in the reply of every call of ours."""
+WATCH_S = 1.0
+"""How often an engine that nobody asks for anything is looked at."""
 
 
 class AsyncEngine(Protocol):
@@ -37,6 +41,8 @@ class AsyncEngine(Protocol):
 
     async def wake_up(self) -> Any: ...
 
+    def check_health(self) -> None: ...
+
     def shutdown(self) -> None: ...
 
 
@@ -48,10 +54,17 @@ class OmniEngine:
     """Starts an engine in an event loop of its own, and ends both in `close`.
 
     make: constructs the engine inside that loop. params: what turns a `Wanted` into the engine's sampling parameters.
+    num_ranks: how many answer to `call`. lost: is told once, from any thread, when the engine's processes have died.
     """
 
-    def __init__(self, make: Callable[[], AsyncEngine], params: Callable[[Wanted, Any], Any]) -> None:
-        self.params = params
+    def __init__(
+        self,
+        make: Callable[[], AsyncEngine],
+        params: Callable[[Wanted, Any], Any],
+        num_ranks: int,
+        lost: Callable[[str], None],
+    ) -> None:
+        self.params, self.num_ranks, self._lost = params, num_ranks, lost
         self.num_requests = 0
         self.adapters: Any = None
         """What requests name for the adapters that were loaded last."""
@@ -66,6 +79,7 @@ class OmniEngine:
             self._exits.close()
             raise
         self._exits.callback(lambda: self._portal.call(self._engine.shutdown))
+        self._exits.callback(self._portal.start_task_soon(self._watch).cancel)
 
     def sample(self, wanted: Sequence[Wanted]) -> list[Answer]:
         """Make samples, all of them requests at the same time, which the engine batches.
@@ -73,7 +87,7 @@ class OmniEngine:
         Raises EngineError when one of them failed or was aborted: then there are no samples.
         """
         self._check()
-        return self._portal.call(self._sample, wanted)
+        return self._ask(self._sample, wanted)
 
     async def _sample(self, wanted: Sequence[Wanted]) -> list[Answer]:
         try:
@@ -93,13 +107,13 @@ class OmniEngine:
         return _answer(name, output[0] if output else None)
 
     def call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Run a method of the worker extension; its report. Raises EngineError with what the engine says."""
+        """Run a method of the worker extension; the report of all ranks. Raises EngineError: what the engine says."""
         self._check()
-        return self._portal.call(self._call, method, args)
+        return self._ask(self._call, method, args)
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> dict[str, Any]:
         replies = await self._engine.collective_rpc(method, args=args)
-        return report(method, replies)
+        return report(method, replies, self.num_ranks)
 
     def load(self, update: Callable[[OmniEngine], None]) -> None:
         """Have `update` give the engine other weights. If it fails the engine is closed, and SyncError says why."""
@@ -113,7 +127,7 @@ class OmniEngine:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """The engine has its weights on the device within the block, and gives the memory back after it."""
-        self._portal.call(self._wake)
+        self._ask(self._wake)
         self.asleep = False
         try:
             yield
@@ -123,7 +137,7 @@ class OmniEngine:
 
     def rest(self) -> None:
         """Weights to host memory (level 1: of deeper sleep this engine does not wake); a running batch ends first."""
-        self._portal.call(self._rest)
+        self._ask(self._rest)
         self.asleep = True
 
     async def _rest(self) -> None:
@@ -139,6 +153,29 @@ class OmniEngine:
             acknowledged(await self._engine.wake_up())
         finally:
             await self._engine.resume_generation()
+
+    def _ask(self, what: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run it in the engine's loop. When it fails because the engine has died, that is said first."""
+        try:
+            return self._portal.call(what, *args)
+        except Exception:
+            self._look()
+            raise
+
+    async def _watch(self) -> None:
+        while not self.ended:
+            await asyncio.sleep(WATCH_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Whether the engine's processes live."""
+        if self.ended:
+            return
+        try:
+            self._engine.check_health()
+        except Exception as error:  # noqa: BLE001 - the engine's own words, whatever they are
+            self.ended = f"its processes have died: {error}"
+            self._lost(self.ended)
 
     def _check(self) -> None:
         if self.ended:
@@ -162,14 +199,16 @@ def _answer(name: str, output: Any) -> Answer:
     return dict(answer)
 
 
-def report(method: str, replies: Any) -> dict[str, Any]:
+def report(method: str, replies: Any, num_ranks: int = 1) -> dict[str, Any]:
     """What a method of ours says in the replies of all stages and ranks: one and the same, or EngineError."""
     found = list(_flat(replies))
     for reply in found:
         if not isinstance(reply, Mapping) or reply.get(KEY) != method:
             raise EngineError(f"{method}: {_said(reply)}")
-    if not found:
-        raise EngineError(f"{method}: no reply")
+    if len(found) != num_ranks:
+        raise EngineError(f"{method}: {len(found)} replies of {num_ranks} ranks" if found else f"{method}: no reply")
+    if other := next((reply for reply in found if reply != found[0]), None):
+        raise EngineError(f"{method}: one rank says {_said(found[0])}, another one {_said(other)}")
     return {name: value for name, value in found[0].items() if name != KEY}
 
 

@@ -56,6 +56,13 @@ class AsDiffusers(nn.Module):
     def forward(self, **inputs: Any) -> Any:
         return self.call(self.inner, **inputs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Families look at layers of a transformer, such as the one whose dtype counts."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
 
 class Host:
     """Makes samples of one run with parts that were loaded elsewhere. `payload`: `digen.presets.payload` of the run."""
@@ -67,6 +74,8 @@ class Host:
         model.empty = True
         model.load(device, dtype, text_encoder=False, decoder=False)  # `LOADING` is held by who waits for this
         model.transformer, model.pipeline.vae = transformer, decoder
+        if config.model.vae_tiling:
+            cast("Any", decoder).enable_tiling()
         self.num_passes = 0
         """Batches made so far: fewer than samples, where the engine put several together."""
         self.sampler = Sampler(

@@ -2,12 +2,14 @@
 
 Invariant: a sample has the identity, noise, steps and log-prob formula that the diffusers backend gives it (rule R8;
 the loop is the same code, see `vllm_host.py`), and one version of weights, which every byte of the engine's parameters
-has been compared with (R15). Each rank has an engine of its own in its own process: the engine keeps state that a
-process has once. vllm is imported when a model is loaded, and not before.
+has been compared with (R15). Each rank has an engine of its own, over one device or several: its worker runs in the
+rank's process, as no second engine could, or has processes of its own, of which none outlives the rank and none the
+others. vllm is imported when a model is loaded, and not before.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from digen.backends.conditions import Conditions
@@ -28,12 +30,15 @@ from digen.backends.sampler import Sampler
 from digen.backends.worker import DTYPES, NO_VERSION, TorchWorker
 from digen.config import GroupConfig
 from digen.conflicts import VLLM_FAMILIES
+from digen.engines.placement import named_devices
 from digen.errors import ConfigError, SyncError
 from digen.models.base import Conditioning
 from digen.presets import payload
 from digen.types import MicroBatch, Prompt, Published, Version
 from digen.weights.base import load
 from digen.weights.state import check_fit, read_export, trainable
+
+logger = logging.getLogger(__name__)
 
 WAIT_MS = 50.0
 """How long the engine waits for more requests before it starts a batch that is not full; it stops at a fifth of this
@@ -42,13 +47,15 @@ PIPELINES: Mapping[str, str] = {
     "QwenImagePipeline": "digen.backends.generation.vllm_pipeline.DigenQwenImagePipeline",
     "StableDiffusion3Pipeline": "digen.backends.generation.vllm_sd3.DigenSD3Pipeline",
     "FluxPipeline": "digen.backends.generation.vllm_flux.DigenFluxPipeline",
+    "WanPipeline": "digen.backends.generation.vllm_wan.DigenWanPipeline",
 }
 """Class in the engine's process by the name of diffusers' pipeline class: the families that can be had."""
 EXTENSION = "digen.backends.generation.vllm_worker.DigenWorker"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class VllmOmniGenerator(TorchWorker):
-    """Samples with the vLLM-Omni engine: Qwen-Image, FLUX.1 and Stable Diffusion 3.5 (extra `vllm`)."""
+    """Samples with the vLLM-Omni engine: Qwen-Image, FLUX.1, Stable Diffusion 3.5 and Wan2.1 (extra `vllm`)."""
 
     packages: ClassVar[tuple[tuple[str, str], ...]] = (("vllm", "0.30"), ("vllm-omni", "0.30"))
     """Distributions that must be installed, with the version's beginning that this file is written for."""
@@ -80,7 +87,7 @@ class VllmOmniGenerator(TorchWorker):
         model.load(self.context.device, self.kept_dtype, text_encoder=False, tokenizer=True, decoder=False)
         self.make_trainable(model)
         self.model, self.host = model, _like(model.transformer)
-        self.engine = OmniEngine(self.new_engine, self.request)
+        self.engine = OmniEngine(self.new_engine, self.request, len(self.devices), self.lost)
         self.adapted = self.engine.call("digen_begin", payload(self.config))["adapted"]
         self.sampler = EngineSampler(
             model,
@@ -112,13 +119,33 @@ class VllmOmniGenerator(TorchWorker):
         """Whether the engine leaves the device between calls (`generator.offload_between_calls`)."""
         return self.config.generator.offload_between_calls
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Those that the engine divides the model over, this rank's own first; `cpu` once for each of its processes."""
+        generator, mine = self.config.generator, self.context
+        parallel = generator.devices_per_rank
+        if parallel == 1 or mine.device == "cpu":
+            return (mine.device,) * parallel
+        return named_devices(generator.devices, generator.ranks)[mine.rank :: mine.world_size]
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the engine's worker is a thread of this process, where it has the first device that is seen here."""
+        return self.devices in (("cpu",), ("cuda:0",))
+
     def new_engine(self) -> AsyncEngine:
         """Start the engine; called in its event loop."""
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm_omni import AsyncOmni
 
-        engine: AsyncEngine = AsyncOmni(**self.engine_settings())
+        with nullcontext() if self.in_process else seeing(self.devices):
+            engine: AsyncEngine = AsyncOmni(**self.engine_settings())
         return engine
+
+    def lost(self, why: str) -> None:
+        """The engine's processes have died: so does this one, which the run notices at once, and starts it again."""
+        logger.critical("the engine has ended: %s", why)
+        os._exit(1)
 
     def engine_settings(self) -> dict[str, Any]:
         """What the engine is started with."""
@@ -126,6 +153,8 @@ class VllmOmniGenerator(TorchWorker):
             "model": self.model.folder,
             "dtype": self.placement.dtype,
             "enforce_eager": True,
+            "tensor_parallel_size": len(self.devices),
+            "distributed_executor_backend": "uni" if self.in_process else "mp",
             "max_num_seqs": self.batch_size,
             "request_batch_max_wait_ms": WAIT_MS if self.batch_size > 1 else 0.0,
             "enable_sleep_mode": self.placement_rests,
@@ -175,8 +204,27 @@ class VllmOmniGenerator(TorchWorker):
             if self.config.trainer.lora:
                 self.engine.load(lambda engine: self._give_adapters(engine, tensors, version))
             else:
-                self.engine.load(lambda engine: _give_whole(engine, tensors, version))
+                self.engine.load(lambda engine: self._give_whole(engine, tensors, version))
         self.version = version
+
+    def _give_whole(self, engine: OmniEngine, tensors: Mapping[str, Tensor], version: Version) -> None:
+        engine.call("digen_start_weight_update", version)
+        with self._handed(tensors) as given:
+            engine.call("digen_update_weights", given)
+        reply = engine.call("digen_finish_weight_update")
+        if reply["version"] != version or reply["tensors"] != len(tensors):
+            raise SyncError(f"gave the engine {len(tensors)} tensors of version {version}, it took {reply}")
+
+    @contextmanager
+    def _handed(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor] | str]:
+        """As the engine's workers get them: in this process as they are, else as a file in memory that all map."""
+        if self.in_process:
+            yield dict(tensors)
+            return
+        with tempfile.TemporaryDirectory(prefix="digen-weights-", dir=self.context.shared_dir) as folder:
+            file = Path(folder) / "weights.safetensors"
+            save_file(dict(tensors), file)
+            yield str(file)
 
     def _give_adapters(self, engine: OmniEngine, tensors: Mapping[str, Tensor], version: Version) -> None:
         lora = self.config.trainer.lora
@@ -201,12 +249,23 @@ def _like(module: nn.Module) -> dict[str, Tensor]:
     return {name: torch.empty(p.shape, dtype=p.dtype) for name, p in trainable(module).items()}
 
 
-def _give_whole(engine: OmniEngine, tensors: Mapping[str, Tensor], version: Version) -> None:
-    engine.call("digen_start_weight_update", version)
-    engine.call("digen_update_weights", dict(tensors))
-    reply = engine.call("digen_finish_weight_update")
-    if reply["version"] != version or reply["tensors"] != len(tensors):
-        raise SyncError(f"gave the engine {len(tensors)} tensors of version {version}, it took {reply}")
+@contextmanager
+def seeing(devices: Sequence[str]) -> Iterator[None]:
+    """What is started within the block sees these alone of the GPUs that this process sees, as its first ones."""
+    numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
+    if not numbers:
+        yield
+        return
+    before = os.environ.get(VISIBLE)
+    names = before.split(",") if before else [str(number) for number in range(max(numbers) + 1)]
+    os.environ[VISIBLE] = ",".join(names[number] for number in numbers)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = before
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,9 +69,12 @@ class Hosting:
 
 
 def _output(answer: Mapping[str, Tensor]) -> Any:
-    """As the engine passes it on: it makes pictures of `output`, and leaves the rest alone."""
-    pixels = answer["media"].movedim(-1, 1).float() / 127.5 - 1
-    on_cpu = {name: tensor.detach().cpu() for name, tensor in answer.items()}
+    """As the engine passes it on: it makes pictures of `output`, and leaves the rest alone.
+
+    Nobody looks at its pictures, so of an image it gets a row, and of a video a frame.
+    """
+    pixels = answer["media"].movedim(-1, 1)[:, :, :1].float() / 127.5 - 1
+    on_cpu = {name: tensor.detach().cpu().clone() for name, tensor in answer.items()}  # views travel with all rows
     return DiffusionOutput(output=pixels.cpu(), trajectory_latents=on_cpu)
 
 

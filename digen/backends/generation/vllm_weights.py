@@ -2,7 +2,8 @@
 
 Invariant: an update is whole or it is an error: every parameter of the transformer has been given, every tensor found
 its place, and what lies there afterwards equals what was given. Three phases, as vLLM's native weight transfer has
-them: start, update (any number of times), finish. Engines pack projections (q, k, v) into one parameter.
+them: start, update (any number of times), finish. Engines pack projections (q, k, v) into one parameter, and under
+tensor parallelism a rank has its part of most of them: each rank proves its own.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class Update:
     load: Load
     packed: Mapping[str, Sequence[str]]
     renamed: Mapping[str, str] = field(default_factory=dict)
+    rank: int = 0
+    num_ranks: int = 1
+    """Of the engine: those that the transformer is divided over."""
     given: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, tensors: Mapping[str, Tensor]) -> int:
@@ -77,7 +81,11 @@ class Update:
         parts: dict[str, list[str]] = {}
         for theirs, ours in found:
             parts.setdefault(ours, []).append(theirs)
-        wrong = [ours for ours, made_of in parts.items() if not _is(parameters[ours], [self.given[n] for n in made_of])]
+        wrong = [
+            ours
+            for ours, made_of in parts.items()
+            if not _is(parameters[ours], [self.given[name] for name in made_of], self.rank, self.num_ranks)
+        ]
         if wrong:
             raise SyncError(
                 f"version {self.version}: {len(wrong)} parameters are not what was given: {', '.join(wrong[:SHOWN])}"
@@ -88,9 +96,28 @@ class Update:
         return places((name for name, _ in self.transformer.named_parameters()), self.packed, self.renamed)
 
 
-def _is(parameter: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether a parameter is these tensors one below the other, bit for bit in its own dtype."""
-    if parameter.shape[1:] != parts[0].shape[1:] or len(parameter) != sum(len(part) for part in parts):
+def shard(whole: Tensor, shape: Sequence[int], rank: int, num_ranks: int) -> Tensor | None:
+    """What a rank has of a tensor when that has this shape: all of it, or one of equal parts along one dimension.
+
+    None when neither has this shape.
+    """
+    if whole.shape == tuple(shape):
+        return whole
+    for dim, size in enumerate(shape):
+        divided = (*whole.shape[:dim], size, *whole.shape[dim + 1 :])
+        if size * num_ranks == whole.shape[dim] and divided == tuple(shape):
+            return whole.narrow(dim, rank * size, size)
+    return None
+
+
+def _is(parameter: Tensor, parts: Sequence[Tensor], rank: int, num_ranks: int) -> bool:
+    """Whether a parameter is a rank's shares of these tensors, one below the other, bit for bit in its own dtype."""
+    total = sum(len(part) for part in parts)
+    sizes = [len(part) * len(parameter) // total for part in parts]
+    if sum(sizes) != len(parameter):
         return False
-    pieces = torch.split(parameter.detach(), [len(part) for part in parts])
-    return all(torch.equal(piece, part.to(piece)) for piece, part in zip(pieces, parts, strict=True))
+    for piece, part in zip(torch.split(parameter.detach(), sizes), parts, strict=True):
+        mine = shard(part, piece.shape, rank, num_ranks)
+        if mine is None or not torch.equal(piece, mine.to(piece)):
+            return False
+    return True
