@@ -31,12 +31,16 @@ SMALL = (
 class _Bench:
     """Workers of one run in this process, which share a store; made anew for each test."""
 
+    side: ClassVar[str]
+    """The section of the run's config that names what is tried."""
+    backend: ClassVar[str]
     settings: ClassVar[Sequence[str]] = ()
     """Further `section.key=value` of the run that it is tried in."""
 
     @cached_property
     def config(self) -> RunConfig[Any]:
-        return resolve("flowgrpo", "glyph", None, [*SMALL, *self._named(), *self.settings], {})
+        named = f"{self.side}.backend={self.backend}"
+        return resolve("flowgrpo", "glyph", None, [*SMALL, named, *self.settings], {})
 
     @cached_property
     def store(self) -> MemoryStore:
@@ -45,9 +49,6 @@ class _Bench:
     @cached_property
     def microbatch(self) -> MicroBatch:
         return MicroBatch(0, 0, PROMPTS, self.config.algorithm.samples_per_prompt, self.config.seed)
-
-    def _named(self) -> Sequence[str]:
-        raise NotImplementedError
 
     def worker(self, kind: plugins.Kind, name: str, group: str) -> Any:
         """A worker of one rank, loaded."""
@@ -75,7 +76,7 @@ class _Bench:
 class GeneratorContract(_Bench):
     """Subclass it as `class TestMine(GeneratorContract)` and set `backend`: a name, or `path.py:Name`."""
 
-    backend: ClassVar[str]
+    side = "generator"
 
     @cached_property
     def generator(self) -> Any:
@@ -85,9 +86,6 @@ class GeneratorContract(_Bench):
     def partner(self) -> Any:
         """A trainer to take weights from."""
         return self.worker("trainers", "local", "trainer")
-
-    def _named(self) -> Sequence[str]:
-        return [f"generator.backend={self.backend}"]
 
     def test_a_sample_is_the_same_whatever_else_is_generated_with_it(self) -> None:
         """Rule R8: GAP, TAG and the number of workers must not change the samples."""
@@ -125,14 +123,11 @@ class GeneratorContract(_Bench):
 class TrainerContract(_Bench):
     """Subclass it as `class TestMine(TrainerContract)` and set `backend`: a name, or `path.py:Name`."""
 
-    backend: ClassVar[str]
+    side = "trainer"
 
     @cached_property
     def trainer(self) -> Any:
         return self.worker("trainers", self.backend, "trainer")
-
-    def _named(self) -> Sequence[str]:
-        return [f"trainer.backend={self.backend}"]
 
     def test_it_generates_what_a_generator_would(self) -> None:
         """TAG."""
