@@ -123,12 +123,24 @@ class GeneratorConfig(GroupConfig):
     offload_between_calls: bool = False
     """Keep the model in host memory, and on the device during a call alone: for a device that the trainer uses too."""
 
+    def devices_of(self, replica: int) -> str:
+        """`devices` of one replica: its part of them in order, or one of them where there is less than one for each.
+
+        Raises ConfigError where `devices` names none.
+        """
+        if self.devices == "cpu" or self.replicas == 1:
+            return self.devices
+        named = named_devices(self.devices, self.ranks * self.replicas)
+        each = len(named) // self.replicas
+        part = named[replica * each : (replica + 1) * each] or (named[replica % len(named)],)
+        return "cuda:" + ",".join(device.removeprefix("cuda:") for device in part)
+
     @property
     def devices_per_rank(self) -> int:
         """Over how many the model of a rank is divided. Raises ConfigError where `devices` names none."""
         if self.tensor_parallel is not None or self.backend != "vllm-omni":
             return self.tensor_parallel or 1
-        named = 1 if self.devices in ("cpu", "cuda") else len(named_devices(self.devices, self.ranks))
+        named = 1 if self.devices in ("cpu", "cuda") else len(named_devices(self.devices_of(0), self.ranks))
         return max(1, named // self.ranks)
 
 

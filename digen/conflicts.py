@@ -7,6 +7,7 @@ plugins that digen does not come with nothing is known, and nothing refused.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -180,8 +181,29 @@ def weights_conflicts(config: RunConfig[Any]) -> Iterator[str]:
     if weights.transport == "collective" and len(set(places.values())) > 1:
         shown = ", ".join(f"{name}.devices={device}" for name, device in places.items())
         yield f"weights.transport=collective needs generators and trainer on devices of one kind, got {shown}"
+    elif weights.transport == "collective" and (twice := _taken_twice(config)):
+        yield (
+            f"weights.transport=collective: {', '.join(twice)} would carry more than one worker, and NCCL wants a GPU "
+            "for each; allowed: other devices, shared_memory, safetensors"
+        )
     if weights.dtype is not None and config.trainer.lora is not None:
         yield f"weights.dtype={weights.dtype} is for full weights: adapters (trainer.lora) travel as they are"
+
+
+def _taken_twice(config: RunConfig[Any]) -> list[str]:
+    """GPUs of more than one rank, as far as names tell; they do not where processes see different ones."""
+    generator, trainer = config.generator, config.trainer
+    if any("CUDA_VISIBLE_DEVICES" in group.env for group in (generator, trainer)):
+        return []
+    shares = [(trainer.devices, trainer.ranks)]
+    if config.schedule.mode != "colocated":
+        shares += [(generator.devices_of(k), generator.ranks) for k in range(generator.replicas)]
+    taken: Counter[str] = Counter()
+    with suppress(ConfigError):  # said when they are placed
+        for devices, ranks in shares:
+            named = named_devices(devices, ranks)
+            taken.update(named[rank % len(named)] for rank in range(ranks))
+    return sorted(device for device, times in taken.items() if times > 1 and device != "cpu")
 
 
 def engine_conflicts(config: RunConfig[Any]) -> Iterator[str]:
@@ -237,7 +259,8 @@ def vllm_conflicts(config: RunConfig[Any]) -> Iterator[str]:
 def _undivided(config: RunConfig[Any]) -> Iterator[str]:
     """Devices that cannot be divided among the engines of `vllm-omni`, of which each rank has one."""
     generator = config.generator
-    devices, ranks, parallel = generator.devices, generator.ranks, generator.tensor_parallel
+    devices, parallel = generator.devices, generator.tensor_parallel
+    ranks = generator.ranks * generator.replicas
     if (parallel or 1) > 1 and config.engine.name == "ray":
         yield f"generator.tensor_parallel={parallel} needs engine.name=process, got ray: it gives each rank one GPU"
     elif (parallel or 1) > 1 and devices == "cuda":
@@ -249,8 +272,8 @@ def _undivided(config: RunConfig[Any]) -> Iterator[str]:
             each = parallel or max(1, found // ranks)
             if found != ranks * each and (found > ranks or each > 1):
                 yield (
-                    f"generator.devices={devices} are {found} devices, which generator.ranks={ranks} engines of "
-                    f"{each} each cannot share; allowed: {ranks * each} devices, or others of generator.ranks and "
+                    f"generator.devices={devices} are {found} devices, which {ranks} engines of {each} each cannot "
+                    f"share; allowed: {ranks * each} devices, or others of generator.ranks, generator.replicas and "
                     "generator.tensor_parallel"
                 )
 

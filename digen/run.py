@@ -319,9 +319,13 @@ def specs(config: RunConfig[Any], log_dir: Path) -> list[WorkerSpec]:
     names = generator_names(replicas) if replicas else ()
     needed = names[: generator.min_replicas]
     target = plugins.target("generators", generator.backend)
+    shares = [generator.devices if config.engine.name == "ray" else generator.devices_of(k) for k in range(replicas)]
     apart = GroupConfig(devices=config.scoring.devices) if config.scoring.devices else None
     return [
-        *(replace(spec(config, n, target, generator, log_dir), optional=n not in needed) for n in names),
+        *(
+            replace(spec(config, name, target, generator, log_dir), devices=devices, optional=name not in needed)
+            for name, devices in zip(names, shares, strict=True)
+        ),
         spec(config, TRAINER, plugins.target("trainers", trainer.backend), trainer, log_dir),
         *([spec(config, SCORER, "digen.backends.scoring:Scorer", apart, log_dir)] if apart else []),
     ]

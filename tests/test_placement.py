@@ -1,12 +1,16 @@
 """Where ranks run and how many threads each has; what the host does not have is refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from digen.config import GeneratorConfig
 from digen.engines.base import WorkerSpec
 from digen.engines.placement import available_cores, named_devices, place
 from digen.errors import ConfigError
+from digen.presets import resolve
+from digen.run import specs
 
 
 def spec(name: str = "group", **more: Any) -> WorkerSpec:
@@ -37,6 +41,35 @@ def test_other_device_names_are_refused(devices: str) -> None:
 def test_ranks_take_devices_in_turn() -> None:
     places = place([spec(devices="cuda:1-2", ranks=3)], lambda _: 8)
     assert places["group"].devices == ("cuda:1", "cuda:2", "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks", "shares"),
+    [
+        ("cpu", 2, ("cpu", "cpu")),
+        ("cuda", 2, ("cuda:0,1", "cuda:2,3")),
+        ("cuda:0-3", 2, ("cuda:0,1", "cuda:2,3")),
+        ("cuda:4,2,0", 1, ("cuda:4", "cuda:2")),
+        ("cuda:0-3", 1, ("cuda:0,1", "cuda:2,3")),  # both of an engine that divides its model
+        ("cuda:0-1", 2, ("cuda:0", "cuda:1")),
+        ("cuda:5", 1, ("cuda:5", "cuda:5")),
+    ],
+)
+def test_replicas_divide_the_devices(devices: str, ranks: int, shares: tuple[str, ...]) -> None:
+    generator = GeneratorConfig(devices=devices, ranks=ranks, replicas=2)
+    assert tuple(generator.devices_of(k) for k in range(2)) == shares
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_run_puts_one_rank_on_each_of_as_many_gpus_as_it_has_ranks(replicas: int, ranks: int, tmp_path: Path) -> None:
+    """As `digen plan` says where its groups are: generators on the first, the trainer on the others."""
+    first = replicas * ranks
+    devices = [f"generator.devices=cuda:0-{first - 1}", f"trainer.devices=cuda:{first}-{first + 1}"]
+    sizes = [f"generator.replicas={replicas}", f"generator.ranks={ranks}", "trainer.ranks=2", "trainer.backend=fsdp"]
+    config = resolve("flowgrpo", "glyph", None, [*devices, *sizes], {})
+    placed = place(specs(config, tmp_path), lambda _: first + 2)
+    assert [d for each in placed.values() for d in each.devices] == [f"cuda:{k}" for k in range(first + 2)]
 
 
 def test_threads_are_the_cores_divided_by_all_ranks_unless_given() -> None:

@@ -526,6 +526,19 @@ def test_threads_share_memory_and_processes_shared_memory_unless_told_otherwise(
     assert {plugin.name for plugin in plugins.available("transports")} == set(TRANSPORTS)
 
 
+BOTH_ON_GPUS = (
+    "generator.devices=cuda:1-2", "generator.replicas=2", "trainer.devices=cuda:0-2", "trainer.ranks=3",
+    "trainer.backend=fsdp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("generators", ["cuda:3-4", "cuda:3,4,5,6"])
+def test_a_gpu_for_each_rank_is_what_a_collective_needs(generators: str) -> None:
+    more = [f"generator.devices={generators}", "weights.transport=collective"]
+    config = presets.resolve("flowgrpo", "glyph", None, ["steps=1", *BOTH_ON_GPUS, *more], {})
+    assert config.weights.transport == "collective"
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -534,6 +547,8 @@ def test_threads_share_memory_and_processes_shared_memory_unless_told_otherwise(
         (["weights.transport=collective", "engine.name=inline"], "needs engine.name=process, got inline"),
         (["weights.transport=shared_memory", "engine.name=inline"], "needs engine.name=process, got inline"),
         (["weights.transport=collective", "trainer.devices=cuda"], "generator.devices=cpu, trainer.devices=cuda"),
+        ([*BOTH_ON_GPUS, "weights.transport=collective"], "cuda:1, cuda:2 would carry more than one worker"),
+        ([*BOTH_ON_GPUS, "generator.devices=cuda:3", "weights.transport=collective"], "cuda:3 would carry more"),
         (["weights.dtype=bfloat16", "trainer.lora={}"], "weights.dtype=bfloat16 is for full weights"),
     ],
 )

@@ -236,7 +236,7 @@ def test_an_error_on_another_rank_than_the_first_reaches_the_caller(monkeypatch:
 
 @pytest.fixture
 def engine(make_config: Make, make_worker: Make) -> Iterator[Any]:
-    small = ("algorithm.samples_per_prompt=4", "sampling.num_steps=2", "schedule.assist=none")
+    small = ("algorithm.samples_per_prompt=4", "sampling.num_steps=4", "schedule.assist=none")
     kind: Any = plugins.find("generators", BACKEND)
     worker = make_worker(kind, make_config(*small, f"generator.backend={BACKEND}"), None, "generator-0")
     yield worker.engine
@@ -344,11 +344,11 @@ def test_several_devices_of_one_rank_are_one_engine() -> None:
     [
         (
             {"devices": "cuda:0-3", "ranks": 3},
-            "are 4 devices, which generator.ranks=3 engines of 1 each cannot .* allowed: 3",
+            "are 4 devices, which 3 engines of 1 each cannot .* allowed: 3",
         ),
         (
             {"devices": "cuda:0-3", "tensor_parallel": 2},
-            "generator.ranks=1 engines of 2 each cannot share; allowed: 2 devices",
+            "1 engines of 2 each cannot share; allowed: 2 devices",
         ),
         ({"devices": "cuda", "tensor_parallel": 2, "ranks": 2}, "needs devices by name, got cuda; .* cuda:0-3"),
     ],

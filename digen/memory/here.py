@@ -106,8 +106,9 @@ def _needs(config: RunConfig[Any], ranks: Sequence[RankMemory]) -> Iterator[tupl
     by_group = {rank.group: rank for rank in ranks}
     for name, held in by_group.items():
         group = config.trainer if name == "trainer" else config.generator
-        for _ in range(held.ranks // group.ranks):
-            named, parallel = named_devices(group.devices, group.ranks), _parallel(config, name)
+        for replica in range(held.ranks // group.ranks):
+            devices = group.devices if name == "trainer" else config.generator.devices_of(replica)
+            named, parallel = named_devices(devices, group.ranks), _parallel(config, name)
             for rank in range(group.ranks):
                 for device in named[rank % len(named) :: group.ranks][:parallel]:
                     there.setdefault(device, Counter())[name] += 1

@@ -28,7 +28,7 @@ import anyio
 import anyio.to_thread
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
-from digen.config import RewardTerm, RunConfig
+from digen.config import GroupConfig, RewardTerm, RunConfig
 from digen.engines.placement import named_devices
 from digen.errors import ConfigError, RewardError
 from digen.rewards.base import RewardSet
@@ -117,10 +117,15 @@ class ModelServer:
         return {**environ, VISIBLE: ",".join(own)}
 
 
+def _named(group: GroupConfig) -> tuple[str, ...]:
+    """Devices of all its ranks."""
+    return named_devices(group.devices, group.ranks * getattr(group, "replicas", 1))
+
+
 def check_devices(servers: Mapping[str, ModelServer], config: RunConfig[Any]) -> None:
     """Raises ConfigError for a device that a worker group or another server has too, unless its share is set."""
     groups = {"generator": config.generator, "trainer": config.trainer}
-    owners = {d: f"the {name}" for name, g in groups.items() for d in named_devices(g.devices, g.ranks)}
+    owners = {d: f"the {name}" for name, g in groups.items() for d in _named(g)}
     if config.scoring.devices:
         owners[config.scoring.devices] = "scoring"
     for server, name in _by_server(servers).items():

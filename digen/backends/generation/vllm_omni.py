@@ -37,6 +37,7 @@ from digen.presets import payload
 from digen.types import MicroBatch, Prompt, Published, Version
 from digen.weights.base import load
 from digen.weights.state import check_fit, read_export, trainable
+from digen.workload import generator_names
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,9 @@ class VllmOmniGenerator(TorchWorker):
         parallel = generator.devices_per_rank
         if parallel == 1 or mine.device == "cpu":
             return (mine.device,) * parallel
-        return named_devices(generator.devices, generator.ranks)[mine.rank :: mine.world_size]
+        names = generator_names(generator.replicas)
+        devices = generator.devices_of(names.index(mine.group) if mine.group in names else 0)
+        return named_devices(devices, generator.ranks)[mine.rank :: mine.world_size]
 
     @property
     def in_process(self) -> bool:
