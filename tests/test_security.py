@@ -3,7 +3,10 @@
 import ast
 import base64
 import json
+import os
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,3 +125,14 @@ def test_a_token_is_named_in_the_settings_and_never_in_what_is_written(monkeypat
     written = presets.dump(config) + json.dumps(presets.payload(config), default=str)
     assert "DIGEN_TEST_TOKEN" in written
     assert "hunter2" not in written
+
+
+def test_no_library_tells_anybody_that_it_is_used(tmp_path: Path) -> None:
+    """onnxruntime shows it: where it reports, it keeps a file about itself in the folder for temporary files."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", *digen.SILENCED)}
+    code = "import digen, onnxruntime, os; print(*(os.environ[name] for name in digen.SILENCED))"
+    command = [sys.executable, "-c", code]
+    given = {**environment, "TMPDIR": str(tmp_path), "PYTHONPATH": str(SOURCE.parent)}
+    said = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["1"] * len(digen.SILENCED)
+    assert list(tmp_path.iterdir()) == []
