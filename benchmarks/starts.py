@@ -38,6 +38,8 @@ SMALL = (
     "observe.tensorboard=false",
 )
 SHARED = Path("/dev/shm")
+OF_LIBRARIES = (".ses", "torchinductor_")
+"""What onnxruntime and torch keep among temporary files: one for all processes."""
 
 
 def stopped(run_dir: Path, after_s: float, number: signal.Signals) -> tuple[int, float, list[str]]:
@@ -59,7 +61,8 @@ def stopped(run_dir: Path, after_s: float, number: signal.Signals) -> tuple[int,
         took_s = time.monotonic() - began
     wrong = [line for line in output.splitlines() if "Traceback" in line or "Error" in line or "leaked" in line]
     wrong += [f"worker {worker.pid} is left" for worker in workers if worker.is_running()]
-    wrong += [f"{path} is left" for path in (*own.iterdir(), *SHARED.glob(f"*digen-{process.pid}-*"))]
+    left = [*own.iterdir(), *SHARED.glob(f"*digen-{process.pid}-*")]
+    wrong += [f"{path} is left" for path in left if not path.name.startswith(OF_LIBRARIES)]
     if process.returncode != 128 + number:
         wrong.append(f"exit code {process.returncode}: {output[-500:]}")
     return process.returncode, took_s, wrong

@@ -115,8 +115,7 @@ class GeneratorConfig(GroupConfig):
     replicas: Count = 1
     """Generator groups that work on their own micro-batches; each has `ranks` ranks."""
     min_replicas: Count | None = None
-    """Elastic: so many are enough to begin and to go on with; the others may come late, leave and come back. None: all
-    are needed to begin, and one that cannot be started again is given up."""
+    """Elastic: so many are enough to begin and to go on with; others may come late, leave, come back. None: all."""
     tensor_parallel: Count | None = None
     """`vllm-omni`: devices (`cpu`: processes) that the engine of one rank divides the model over; None: as many of
     `devices` as there are for each rank."""
@@ -296,7 +295,7 @@ class EngineConfig(Section):
     """Where workers run: `inline` (threads of this process), `process` (one OS process per rank), `ray` (the same, on
     many machines)."""
     address: str | None = None
-    """`ray`: `auto`, `host:port` or `ray://host:port` of a running cluster; None: one of its own on this machine."""
+    """`ray`: `auto` or `host:port` of a running cluster that this machine belongs to; None: one of its own."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """How often a worker group that died or hangs is started again between the ends of two steps; a trainer, with the
     whole run from its newest checkpoint, between two checkpoints. Then the run goes on without it, or ends."""

@@ -30,6 +30,8 @@ LOOKS: Final[Mapping[Level, tuple[str, str]]] = {
     "ok": ("ok", "green"), "note": ("note", "cyan"), "unknown": ("?", "yellow"), "warn": ("warn", "yellow"),
     "wrong": ("WRONG", "bold red"),
 }  # fmt: skip
+BROKEN: Final = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error)
+"""What reading a file that is not what it should be may raise."""
 TRIAL_PROMPTS: Final = 2
 """Prompts of a step of the trial; all the samples of a prompt are made."""
 
@@ -88,15 +90,17 @@ def facts_of(path: Path, config: RunConfig[Any]) -> Facts:
 
 
 def num_weights(folder: RunFolder) -> int | None:
-    """How many numbers a run trains, read from the head of its newest checkpoint's file; None without one."""
+    """How many numbers a run trains, read from the head of its newest checkpoint's file; None without a sound one."""
     try:
         file = folder.newest_checkpoint() / WEIGHTS
         with file.open("rb") as data:
             (length,) = struct.unpack("<Q", data.read(8))
+            if length > file.stat().st_size:
+                return None
             head: Mapping[str, Any] = json.loads(data.read(length))
-    except (ConfigError, OSError):
+        return sum(int(prod(entry["shape"])) for name, entry in head.items() if name != "__metadata__")
+    except (ConfigError, *BROKEN):
         return None
-    return sum(int(prod(entry["shape"])) for name, entry in head.items() if name != "__metadata__")
 
 
 def _small(asked: RunConfig[Any], path: Path) -> list[str]:

@@ -109,8 +109,9 @@ class InFlight:
         return Activity(group.name, work.kind, work.step, elapsed_s, old and work.kind != "pull", work.rows)
 
     def take_busy_s(self, group: WorkerGroup) -> float:
-        """Seconds for which the group has had work since this was last asked."""
-        busy_s = self._busy_s.get(group.name, 0.0) + self.activity(group).elapsed_s
+        """Seconds for which the group has had work since this was last asked; to be started again is none."""
+        now = self.activity(group)
+        busy_s = self._busy_s.get(group.name, 0.0) + (now.elapsed_s if now.kind != "load" else 0.0)
         taken_s, self._taken_s[group.name] = self._taken_s.get(group.name, 0.0), busy_s
         return busy_s - taken_s
 
@@ -164,7 +165,8 @@ class InFlight:
     def _read_back(self, name: str) -> Done[Any]:
         done = self._done.pop(name)
         del self._running[name]
-        self._busy_s[name] = self._busy_s.get(name, 0.0) + done.end - done.start
+        if done.work.kind != "load":
+            self._busy_s[name] = self._busy_s.get(name, 0.0) + done.end - done.start
         return done
 
 

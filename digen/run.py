@@ -310,15 +310,11 @@ def make_engine(config: RunConfig[Any]) -> Engine:
 
 
 def specs(config: RunConfig[Any], log_dir: Path) -> list[WorkerSpec]:
-    """The worker groups of a run: every generator replica, then the trainer, then what scores if neither does.
-
-    Colocated runs have no generators. Those beyond `generator.min_replicas` are optional.
-    """
+    """Generator replicas (none if colocated; beyond `min_replicas` optional), the trainer, and what scores if apart."""
     generator, trainer = config.generator, config.trainer
     replicas = 0 if config.schedule.mode == "colocated" else generator.replicas
     names = generator_names(replicas) if replicas else ()
-    needed = names[: generator.min_replicas]
-    target = plugins.target("generators", generator.backend)
+    needed, target = names[: generator.min_replicas], plugins.target("generators", generator.backend)
     shares = [generator.devices if config.engine.name == "ray" else generator.devices_of(k) for k in range(replicas)]
     apart = GroupConfig(devices=config.scoring.devices) if config.scoring.devices else None
     return [
@@ -397,7 +393,6 @@ async def _note_cut_prompts(
     config: RunConfig[Any], group: WorkerGroup, prompts: StepPrompts, observer: Observer
 ) -> None:
     texts: Sequence[str] = [prompt.text for prompt in prompts.prompts]
-    cut = (await group.call("num_cut", texts))[0]
-    if cut:
+    if cut := (await group.call("num_cut", texts))[0]:
         limit = config.model.max_text_tokens
         observer.on_note(f"{cut} of {len(texts)} prompts have over {limit} tokens and are cut by the text encoder")

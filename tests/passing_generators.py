@@ -20,7 +20,7 @@ class Passing(DiffusersGenerator):
             (folder / "came").touch()
         elif version > 0:
             (folder / "waiting").touch()
-            limit = time.monotonic() + 120
+            limit = time.monotonic() + 600
             while not (folder / "came").exists():
                 assert time.monotonic() < limit, "nobody came"
                 time.sleep(0.01)

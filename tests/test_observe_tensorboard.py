@@ -77,3 +77,13 @@ def test_a_folder_that_vanishes_does_not_stop_the_run(tmp_path: Path) -> None:
     sink.on_step({"step": 1, "reward/mean": 0.5})
     assert len(said) == 1
     assert "training goes on" in said[0]
+
+
+def test_a_folder_that_cannot_be_made_does_not_stop_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "tensorboard").touch()
+    sink = TensorBoardObserver(tmp_path / "tensorboard", said.append)
+    sink.on_step({"step": 0, "reward/mean": 0.5})
+    sink.close()
+    assert len(said) == 1
+    assert "training goes on" in said[0]

@@ -6,7 +6,6 @@ P18, P21, P22, P24, P25 and P88 of processes are in test_faults_real.py too, P87
 import json
 import os
 import socket
-import time
 from collections import Counter
 from contextlib import suppress
 from itertools import combinations
@@ -70,6 +69,7 @@ def test_p19_a_sync_during_a_trajectory_neither_cancels_nor_changes_it(tmp_path:
     assert ended.left == 0
 
 
+@pytest.mark.slow
 def test_p24_processes_that_go_on_from_a_checkpoint_keep_their_bounds(tmp_path: Path) -> None:
     schedule = {"mode": "pipelined", "prompts_per_microbatch": 1, "staleness": 0.5, "max_in_flight": 1}
     killed = Planned("kill", "trainer", "accumulate", 9, 1.0)
@@ -94,6 +94,7 @@ def test_p26_ranks_micro_batch_and_group_size_need_not_divide_each_other(tmp_pat
     assert ended.weights == run_to_the_end(setup).weights
 
 
+@pytest.mark.slow
 def test_p28_one_failed_sample_drops_its_group_and_changes_no_other(tmp_path: Path) -> None:
     setup = Setup(28, (), {"mode": "pipelined", "prompts_per_microbatch": 1}, samples=4)
     ended = run_processes(setup, tmp_path / "short", f"{NUMBERS}:Failing")
@@ -118,6 +119,7 @@ def hit(*faults: Planned, **more: Any) -> Setup:
     return Setup(5, faults, {"mode": "pipelined", "prompts_per_microbatch": 1}, replicas=2, prompts=3, **more)
 
 
+@pytest.mark.slow
 def test_p88_a_killed_scorer_is_named_with_its_signal_and_its_log_and_costs_nothing(tmp_path: Path) -> None:
     setup = hit(Planned("kill", "scorer", "score", 1, 1.0), scorer=True)
     ended = run_processes(setup, tmp_path / "run")
@@ -134,6 +136,7 @@ def test_p89_a_call_that_fails_once_is_repeated_and_the_step_is_whole(tmp_path: 
     assert [row["trained_samples"] for row in ended.rows] == [6] * STEPS
 
 
+@pytest.mark.slow
 def test_p89_a_call_that_always_fails_ends_the_run_with_its_first_cause(tmp_path: Path) -> None:
     setup = hit(*(Planned("exception", name, "generate", k, 1.0) for name in ("g0", "g1") for k in range(9)))
     ended = run_processes(setup, tmp_path / "run")
@@ -285,18 +288,16 @@ def test_p91_more_than_there_is_is_refused_at_once_with_wanted_and_available(
     wanted: str, said: str, tmp_path: Path
 ) -> None:
     words = ["run", "flowgrpo", "--engine", "process", "--run-dir", str(tmp_path / "run"), wanted]
-    began = time.monotonic()
     ended = CliRunner().invoke(app, words)
-    assert time.monotonic() - began < 30
     assert ended.exit_code == 2
     assert said in " ".join(ended.stderr.split())
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not list((tmp_path / "run").glob("logs/*-0.log")), "a worker was started"
 
 
 @pytest.mark.slow
 def test_p91_a_cluster_of_ray_that_has_no_such_devices_says_so_too(tmp_path: Path) -> None:
     words = ["run", "flowgrpo", "--engine", "ray", "--run-dir", str(tmp_path / "run")]
-    ended = CliRunner().invoke(app, [*words, "generator.devices=cuda:0-7", "generator.ranks=8"])
+    ended = CliRunner().invoke(app, [*words, "generator.devices=cuda", "generator.ranks=8"])
     assert ended.exit_code == 2
     assert "generator: 8 rank(s) of " in ended.stderr
     assert "are wanted. Available in the cluster: " in " ".join(ended.stderr.split())

@@ -85,11 +85,9 @@ def test_devices_of_two_kinds_that_are_alike_do_what_their_number_says() -> None
 
 
 def test_the_slower_the_generators_are_the_more_devices_of_the_trainer_generate() -> None:
-    best = [
-        min(found, key=found.__getitem__)[1] for found in (times("naive", generate=each) for each in (0.6, 3.0, 40.0))
-    ]
-    assert best == sorted(best)
-    assert (best[0], best[-1]) == (0, 3)
+    found = [times("naive", generate=each) for each in (0.6, 40.0)]
+    best = [min(sweep, key=sweep.__getitem__)[1] for sweep in found]
+    assert best == [0, 2]
 
 
 def test_two_kinds_need_to_know_how_fast_the_trainers_kind_generates() -> None:

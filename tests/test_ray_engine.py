@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -253,21 +254,21 @@ def test_a_run_whose_node_is_killed_goes_on_and_learns_the_same(two_nodes: Any, 
 def test_a_run_begins_with_one_replica_and_another_comes_with_a_node_that_joins_the_cluster(
     cluster: Any, tmp_path: Path
 ) -> None:
-    """The first replica waits in the second step until the other one, for which there was no room, has generated."""
-    nodes = [cluster.add_node(num_cpus=1, labels={"zone": "c"})]
+    """The first replica waits in the second step until the other one, for which there was no room, has generated.
 
-    def add() -> None:
-        assert soon((tmp_path / "waiting").exists, 120)
-        nodes.append(cluster.add_node(num_cpus=1, labels={"zone": "c"}))
-
-    thread, said = threading.Thread(target=add), io.StringIO()
-    thread.start()
+    Weights reach it as files.
+    """
+    nodes, said = [cluster.add_node(num_cpus=1, labels={"zone": "c"})], io.StringIO()
     elastic = ["generator.min_replicas=1", "generator.node={zone: c}", "trainer.node={zone: a}"]
+    elastic.append("weights.transport=safetensors")
     elastic.append(f"generator.backend={HERE}/passing_generators.py:Passing")
     elastic.append(f"generator.env={{HOLD_IN: {tmp_path}}}")
     alone = ["trainer.backend=local", "trainer.ranks=1", "schedule.assist=none"]
-    there = train(tmp_path / "ray", *alone, "engine.name=ray", *elastic, said=said)
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:  # nodes are added in the main thread alone
+        training = thread.submit(train, tmp_path / "ray", *alone, "engine.name=ray", *elastic, said=said)
+        assert soon(lambda: (tmp_path / "waiting").exists() or training.done(), 600)
+        nodes.append(cluster.add_node(num_cpus=1, labels={"zone": "c"}))
+        there = training.result()
     for node in nodes:
         cluster.remove_node(node)
     wanted = r"1 rank\(s\) of 1 CPU each are wanted on nodes with zone=c\. Available .*; generator-1 is away: the run"

@@ -182,6 +182,10 @@ def test_the_example_of_mixed_hardware_puts_trainers_on_strong_nodes_and_spreads
     [
         (["engine.address=auto"], r"engine\.address=auto needs engine\.name=ray, got process"),
         (["trainer.node={kind: H100}"], r"trainer\.node needs engine\.name=ray, got process"),
+        (
+            ["engine.name=ray", "engine.address=ray://10.0.0.1:10001"],
+            r"address=ray://10.* \(no Ray Client\); start it on a",
+        ),
         (["engine.name=ray", "generator.devices=cuda:1"], r"generator\.devices=cuda:1: with engine\.name=ray, Ray"),
         (["engine.name=ray", "weights.transport=shared_memory"], r"shared_memory needs engine\.name=process, got ray"),
         (["engine.name=ray", "weights.transport=collective"], r"collective needs engine\.name=process, got ray"),
@@ -190,6 +194,17 @@ def test_the_example_of_mixed_hardware_puts_trainers_on_strong_nodes_and_spreads
 def test_settings_that_an_engine_cannot_have_are_refused(overrides: list[str], said: str, make_config: Make) -> None:
     with pytest.raises(ConfigError, match=said):
         make_config(*overrides)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_cluster_that_this_machine_is_not_in_is_refused_by_name_before_ray_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ConfigError, match=r"got 'ray://10\.0\.0\.1:10001'; start digen on a node of it; allowed: auto"):
+        async with RayEngine("auto").open([group("a")]):
+            pytest.fail("it opened")
 
 
 def test_without_ray_the_engine_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

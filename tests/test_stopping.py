@@ -56,6 +56,12 @@ TRAINED = ("pull", "save")
 """When it does this, a run has an optimizer step behind it."""
 COMPLAINTS = ("Traceback", "Error", "Exception", "leaked", "Warning")
 """What is in a line of output that nobody should see."""
+OF_LIBRARIES = (".ses", "torchinductor_")
+"""What onnxruntime (which diffusers imports) and torch keep among temporary files: one for all processes."""
+WITHIN_S = 300.0
+"""A run that has not ended by then hangs."""
+GONE_S = 60.0
+"""How long a killed process of a Ray cluster may outlive that, on a machine that has a lot to do."""
 Digen = Callable[..., tuple[int, str]]
 
 
@@ -70,23 +76,32 @@ def digen(tmp_path: Path) -> Digen:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["digen.cli", "digen.run", "digen.models.glyph", "digen.backends.training.local"])
 
-    def call(*words: str, signals: str = "none:0:0", within_s: float = 120.0) -> tuple[int, str]:
+    def call(*words: str, signals: str = "none:0:0", ray: bool = False) -> tuple[int, str]:
         with tempfile.TemporaryDirectory(prefix="d") as temp:  # a short path, for Ray's sockets
             environment = {"TEST_SIGNAL": signals, "TMPDIR": temp}
             values: dict[str, Any] = {"words": words, "log": str(log), "environment": environment}
             process = context.Process(target=runpy.run_path, args=(str(program), values))
             process.start()
             pid = process.pid
-            process.join(within_s)
+            process.join(WITHIN_S)
             if process.exitcode is None:
                 process.kill()
                 pytest.fail(f"it did not end: {log.read_text()}")
             assert not list(Path("/dev/shm").glob(f"*digen-{pid}-*"))
-            assert not [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TMPDIR") == temp]
-            assert list(Path(temp).iterdir()) == []
+            limit = time.monotonic() + (GONE_S if ray else 0.0)
+            while (left := processes(temp)) and time.monotonic() < limit:
+                time.sleep(0.05)
+            assert not left
+            assert [path.name for path in Path(temp).iterdir() if not path.name.startswith(OF_LIBRARIES)] == []
         return process.exitcode, log.read_text()
 
     return call
+
+
+def processes(temp: str) -> list[psutil.Process]:
+    """Those whose temporary files go there."""
+    found = psutil.process_iter(["environ", "status"])
+    return [p for p in found if (p.info["environ"] or {}).get("TMPDIR") == temp and p.info["status"] != "zombie"]
 
 
 def settings(folder: Path, engine: str, small: Sequence[str] = SMALL) -> list[str]:
@@ -156,7 +171,7 @@ def test_p87_so_it_is_where_workers_are_processes(
 
 def stop(digen: Digen, folder: Path, work: str, number: int, engine: str) -> None:
     """A run of workers of numbers that is stopped at this work."""
-    code, said = digen(*settings(folder, engine, NUMBERS), signals=f"{work}:{number}:1")
+    code, said = digen(*settings(folder, engine, NUMBERS), signals=f"{work}:{number}:1", ray=engine == "ray")
     assert (folder / "signalled").exists(), said
     assert code == 128 + number, said
     assert not [line for line in said.splitlines() if any(word in line for word in COMPLAINTS)], said
@@ -166,8 +181,15 @@ def stop(digen: Digen, folder: Path, work: str, number: int, engine: str) -> Non
     assert len(saved) == (work in TRAINED), notes
 
 
-@pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize("engine", ["inline", "process", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("engine", "work"),
+    [
+        *(("inline", work) for work in WORK),
+        *(("process", work) for work in QUICK),
+        *(pytest.param("process", work, marks=pytest.mark.slow) for work in WORK if work not in QUICK),
+        *(pytest.param("ray", work, marks=pytest.mark.slow) for work in WORK if work != "pull"),
+    ],
+)
 def test_p87_no_engine_leaves_anything_whatever_a_run_does_when_it_is_stopped(
     engine: str, work: str, digen: Digen, tmp_path: Path
 ) -> None:
@@ -175,6 +197,7 @@ def test_p87_no_engine_leaves_anything_whatever_a_run_does_when_it_is_stopped(
     stop(digen, tmp_path / "run", work, number, engine)
 
 
+@pytest.mark.slow
 def test_three_starts_and_stops_in_a_row_leave_nothing(digen: Digen, tmp_path: Path) -> None:
     """benchmarks/starts.py does 30, of the bundled model."""
     for work in ("load", "score", "sync"):

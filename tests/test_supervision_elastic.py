@@ -27,7 +27,7 @@ Make = Callable[..., RunConfig[Any]]
 Absences = Sequence[tuple[float, float]]
 """From when until when, in seconds of the run."""
 
-SEEDS = 200
+SEEDS = 120
 PROMPTS = 6
 LOOK_S, LOAD_S = 1.0, 2.0
 """How long it takes to see that there is no room, and to load where there is."""
@@ -41,10 +41,13 @@ class Passing(Books):
         super().__init__(name, 2 * PROMPTS, **seconds)
         self.absences, self.tries = absences, list[float]()
         if self.absent():
-            self.die("__init__")
+            self._lost = self.no_room()
 
     def absent(self, now: float = 0.0) -> bool:
         return any(start <= now < end for start, end in self.absences)
+
+    def no_room(self) -> WorkerDied:
+        return WorkerDied(self.name, 0, "__init__", "no node has room")
 
     async def call(self, method: str, /, *args: Any) -> tuple[Any, ...]:
         if self.lost:
@@ -56,15 +59,16 @@ class Passing(Books):
 
     async def pass_by(self) -> None:
         for start, _ in self.absences:
-            await anyio.sleep_until(start)
-            self.die()
+            if start > 0:
+                await anyio.sleep_until(start)
+                self.die()
 
     async def begin_again(self) -> None:
         self.tries.append(anyio.current_time())
         for seconds in (LOOK_S, LOAD_S):
             await anyio.sleep(seconds)
             if self.absent(anyio.current_time()):
-                raise WorkerDied(self.name, 0, "__init__", "no node has room")
+                raise self.no_room()
         self.renew()
 
 
@@ -110,13 +114,12 @@ class Case:
 
         async def main() -> None:
             options: dict[str, Any] = {"prompts_per_step": PROMPTS, "revive": revive}
-            driver = simulated_driver(config, generators, trainer, recorder, **options)
             with anyio.fail_after(END_OF_TIME_S):
                 async with anyio.create_task_group() as tasks:
                     for generator in generators:
                         tasks.start_soon(generator.pass_by)
                     try:
-                        await driver.run()
+                        await simulated_driver(config, generators, trainer, recorder, **options).run()
                     except WorkerDied as died:
                         recorder.on_note(f"ended: {died}")
                     tasks.cancel_scope.cancel()
@@ -128,7 +131,7 @@ class Case:
 def drawn_absences(rng: random.Random) -> Absences:
     """Up to three, the first of which may be from the beginning."""
     found, now = list[tuple[float, float]](), rng.choice([0.0, rng.uniform(0.1, 20.0)])
-    for _ in range(rng.randint(0, 3)):
+    for _ in range(rng.randint(1, 3)):
         end = now + rng.choice([0.5, 10.0, rng.uniform(0.0, 60.0)])
         found.append((now, end))
         now = end + rng.uniform(1.0, 20.0)
@@ -137,6 +140,7 @@ def drawn_absences(rng: random.Random) -> Absences:
 
 def test_whoever_comes_and_goes_each_sample_is_trained_once_and_the_weights_are_those_of_all_being_there() -> None:
     """That each sample of each step is trained exactly once is asserted by the trainer's books."""
+    undisturbed = Case([(), ()]).run()[0]  # of any schedule: without staleness they are all the same
     found = Counter[str]()
     for seed in range(SEEDS):
         case = Case.drawn(seed)
@@ -147,7 +151,6 @@ def test_whoever_comes_and_goes_each_sample_is_trained_once_and_the_weights_are_
             assert f"generator.min_replicas={case.least}" in seen.notes[-1], seed
             found["too few"] += 1
             continue
-        undisturbed, *_ = Case([()] * len(case.absences), schedule=case.schedule).run()
         assert weights == undisturbed, seed
         found["equal"] += 1
     assert found["equal"] > 0.7 * SEEDS
@@ -156,18 +159,15 @@ def test_whoever_comes_and_goes_each_sample_is_trained_once_and_the_weights_are_
 
 
 def test_a_run_begins_with_those_that_are_there_and_one_that_comes_later_pulls_and_takes_work() -> None:
-    weights, seen, _ = Case([(), [(0.0, 9.0)]], least=1).run()
+    weights, seen, (_, late) = Case([(), [(0.0, 9.0)]], least=1).run()
     assert weights == Case([(), ()]).run()[0]
-    first = min((span for span in seen.spans if span.worker == "generator-1"), key=lambda span: span.start)
-    assert (first.kind, first.start) == ("load", 0.0)  # it is looked for at once, and from then on
+    assert late.tries[0] == 0.0
     away, there = seen.notes
     assert "generator-1 is away: the run goes on with 1 of 2 generators" in away
     assert there == "generator-1 is there: the run has 2 of 2 generators"
     kinds = [span.kind for span in seen.spans if span.worker == "generator-1"]
-    assert kinds[0] == "load"
-    assert kinds[1] == "pull"
-    assert "generate" in kinds
-    assert seen.rows[0]["busy/generator-0"] > 0.9
+    assert kinds[:3] == ["load", "pull", "generate"]
+    assert seen.rows[0]["busy/generator-1"] == 0.0
 
 
 def test_one_that_never_comes_costs_the_others_nothing() -> None:
@@ -176,7 +176,7 @@ def test_one_that_never_comes_costs_the_others_nothing() -> None:
 
 
 def test_it_is_looked_for_as_long_as_the_run_lasts_ever_more_rarely_and_said_once() -> None:
-    _, seen, (_, missing) = Case([(), NEVER], steps=400).run()
+    _, seen, (_, missing) = Case([(), NEVER], steps=60).run()
     gaps = [later - earlier for earlier, later in pairwise(missing.tries)]
     assert gaps == sorted(gaps)
     assert gaps[-1] == pytest.approx(LONGEST_BACK_OFF_S + LOOK_S)
@@ -185,7 +185,7 @@ def test_it_is_looked_for_as_long_as_the_run_lasts_ever_more_rarely_and_said_onc
 
 
 def test_one_that_is_lost_again_and_again_is_away_when_its_restarts_are_used_up() -> None:
-    _, seen, _ = Case([(), [(3.0, 20.0)]], restarts=2, steps=8).run()
+    _, seen, _ = Case([(), [(0.5, 20.0)]], restarts=2, steps=8).run()
     assert [note.rpartition("; ")[2] for note in seen.notes] == [
         "generator-1 is started again",
         "generator-1 is started again",

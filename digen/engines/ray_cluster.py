@@ -152,8 +152,10 @@ def _connect(address: str | None, cpus: int, folder: Path | None) -> Callable[[]
 
 
 def _look_for(address: str | None) -> None:
-    """Raises ConfigError when nobody answers there: Ray itself would try for minutes."""
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    """Raises ConfigError for Ray Client, and when nobody answers there: Ray itself would try for minutes."""
+    if (address or "").startswith("ray://"):
+        raise ConfigError(f"engine.address: got {address!r}; start digen on a node of it; allowed: auto, HOST:PORT")
+    host, _, port = (address or "").rpartition(":")
     if not host:
         return
     try:

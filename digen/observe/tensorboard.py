@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from digen.observe.base import StepRow
@@ -34,7 +35,8 @@ class TensorBoardObserver:
         first_step: int = 0,
     ) -> None:
         self._clock = clock
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # what then cannot be written is warned of
+            folder.mkdir(parents=True, exist_ok=True)
         self._file = AppendFile(folder / f"events.out.tfevents.{int(clock()):010d}.{os.getpid()}.digen", warn)
         self._file.append(_record(_double(1, clock()) + _bytes(3, b"brain.Event:2")))
         start = _bytes(7, _varint(1, 1))  # session_log { status: START }

@@ -90,6 +90,7 @@ def targets() -> dict[str, Target]:
             lambda path: manifest.check(path.parent),
         ),
         "checkpoint": Target({"weights.safetensors": _checkpoint()}, _read_pieces),
+        "size": Target({"checkpoints/step_000001/weights.safetensors": _checkpoint()}, _read_size),
         "weight folder": Target({"weights-00000.safetensors": _checkpoint()}, _read_weights),
         "reply": Target(
             {"reply.json": json.dumps(answer).encode(), "reply.msgpack": _packed(answer)},
@@ -120,7 +121,7 @@ def attack(target: Target, seed: int, count: int, folder: Path) -> tuple[int, in
     understood = refused = 0
     for number, (name, content) in enumerate(inputs(target, seed, count)):
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         try:
             target.read(path)
@@ -172,6 +173,17 @@ def _read_pieces(path: Path) -> object:
             found.append(pieces.part(name, (0,) * len(pieces.shapes[name]), (1,) * len(pieces.shapes[name])))
         except CheckpointError:
             continue
+    return found
+
+
+def _read_size(path: Path) -> object:
+    from digen.doctor import num_weights
+    from digen.errors import CheckpointError
+    from digen.observe.files import RunFolder
+
+    found = num_weights(RunFolder(path.parents[2]))
+    if found is None:
+        raise CheckpointError(f"{path} is not sound")
     return found
 
 

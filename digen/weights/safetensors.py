@@ -105,11 +105,17 @@ def _files(layout: Layout) -> Iterator[list[Entry]]:
         yield begun
 
 
+BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a file that is not what it should be may raise."""
+
+
 def _entries(path: Path, version: int) -> tuple[Entry, ...]:
     """What a file says that it holds. Raises SyncError, naming the tensor, when it ends before it should."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError(f"a header of {size} bytes")
             header = json.loads(file.read(size))
         header.pop("__metadata__", None)
         start = 8 + size
@@ -117,7 +123,7 @@ def _entries(path: Path, version: int) -> tuple[Entry, ...]:
             Entry(name, DTYPES[e["dtype"]], tuple(e["shape"]), start + e["data_offsets"][0])
             for name, e in header.items()
         )
-    except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+    except BROKEN as error:
         raise SyncError(f"{path} is no whole safetensors file: {type(error).__name__}: {error}") from error
     Layout(version, found).check_size(path.stat().st_size, str(path))
     return found

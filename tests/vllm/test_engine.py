@@ -1,4 +1,4 @@
-"""The generator `vllm-omni` on the real engine, on CPU: `make test-vllm` installs it and runs this file.
+"""The generator `vllm-omni` on the real engine, on CPU: `make test-vllm` installs it and runs this folder.
 
 One process can hold one engine at a time; starting one takes longer than all that is asked of it, so tests share it.
 """
@@ -242,12 +242,3 @@ def test_a_run_with_stale_samples_ends_with_the_weights_of_one_on_diffusers(tmp_
         assert made == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1), (2, 0, 1), (2, 1, 2)]
     rows = [json.loads(line) for line in (tmp_path / "vllm-omni" / "metrics.jsonl").read_text().splitlines()]
     assert max(row["log_prob_gap/max"] for row in rows if row["log_prob_gap/max"] is not None) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    ("model", "lora"), [(MODEL, "null"), ("tiny-flux", "{rank: 8}"), ("tiny-sd3", "{rank: 8}"), ("tiny-sd3", "null")]
-)
-def test_both_backends_pass_the_check(model: str, lora: str, tmp_path: Path) -> None:
-    done = digen("check-backends", f"trainer.lora={lora}", "--model", model, "--out", str(tmp_path / "both.png"))
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert (tmp_path / "both.png").is_file()

@@ -158,8 +158,10 @@ class OmniEngine:
         """Run it in the engine's loop. When it fails because the engine has died, that is said first."""
         try:
             return self._portal.call(what, *args)
-        except Exception:
+        except Exception as error:
             self._look()
+            if self.ended:
+                raise EngineError(f"the engine has ended: {self.ended}") from error
             raise
 
     async def _watch(self) -> None:

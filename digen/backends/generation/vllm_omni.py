@@ -152,12 +152,12 @@ class VllmOmniGenerator(TorchWorker):
 
     def engine_settings(self) -> dict[str, Any]:
         """What the engine is started with."""
+        parallel = {"tensor_parallel_size": len(self.devices), "distributed_executor_backend": "mp"}
         return {
             "model": self.model.folder,
             "dtype": self.placement.dtype,
             "enforce_eager": True,
-            "tensor_parallel_size": len(self.devices),
-            "distributed_executor_backend": "uni" if self.in_process else "mp",
+            **({} if self.in_process else parallel),
             "max_num_seqs": self.batch_size,
             "request_batch_max_wait_ms": WAIT_MS if self.batch_size > 1 else 0.0,
             "enable_sleep_mode": self.placement_rests,
