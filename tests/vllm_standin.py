@@ -259,7 +259,7 @@ class AsyncOmni:
         self.asleep = 0
         return [SimpleNamespace(status="SUCCESS")]
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         if self.dead:
             raise RuntimeError("Stage-0 has no live replica")
 

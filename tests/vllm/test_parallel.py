@@ -176,13 +176,18 @@ def spans(folder: Path) -> list[dict[str, Any]]:
     return [span for line in lines if (span := json.loads(line)).get("kind")]
 
 
+def environment() -> dict[str, str]:
+    """This process's, without what is a setting of the test's platform alone; of `digen` it would be an unknown one."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("DIGEN_")}
+
+
 class Watch:
     """A run in another process, of which events are waited for."""
 
     def __init__(self, folder: Path, *asked: str) -> None:
         self.folder, self.said = folder, folder.with_suffix(".log")
         with self.said.open("w") as said:
-            self.process = subprocess.Popen(asked, stdout=said, stderr=said, env={**os.environ, "TQDM_DISABLE": "1"})
+            self.process = subprocess.Popen(asked, stdout=said, stderr=said, env=environment())
 
     def until(self, happened: Callable[[], bool]) -> None:
         while not happened():
@@ -204,7 +209,7 @@ def test_a_killed_engine_and_a_killed_rank_are_rebuilt_and_cost_no_sample(tmp_pa
     """Both in the middle of a micro-batch; the trainer stands still until both are there again."""
     prompts = "data.prompts_per_step=6"
     asked = words(tmp_path / "diffusers", "diffusers", prompts, "algorithm.old_log_prob=replay")
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
     folder = tmp_path / "engines"
     run, names = Watch(folder, *words(folder, APART, prompts, "generator.replicas=2")), ("generator-0", "generator-1")

@@ -41,7 +41,7 @@ class AsyncEngine(Protocol):
 
     async def wake_up(self) -> Any: ...
 
-    def check_health(self) -> None: ...
+    async def check_health(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -159,7 +159,7 @@ class OmniEngine:
         try:
             return self._portal.call(what, *args)
         except Exception as error:
-            self._look()
+            self._portal.call(self._look)
             if self.ended:
                 raise EngineError(f"the engine has ended: {self.ended}") from error
             raise
@@ -167,14 +167,14 @@ class OmniEngine:
     async def _watch(self) -> None:
         while not self.ended:
             await asyncio.sleep(WATCH_S)
-            self._look()
+            await self._look()
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
         """Whether the engine's processes live."""
         if self.ended:
             return
         try:
-            self._engine.check_health()
+            await self._engine.check_health()
         except Exception as error:  # noqa: BLE001 - the engine's own words, whatever they are
             self.ended = f"its processes have died: {error}"
             self._lost(self.ended)
