@@ -295,7 +295,8 @@ async def main():
         except WorkerDied:
             await opened["one"].call("child")
 
-anyio.run(main)
+for _ in range(2):  # the second run of a process has a cluster of its own too
+    anyio.run(main)
 """
 
 

@@ -38,6 +38,8 @@ from digen.errors import ConfigError
 T = TypeVar("T")
 QUIET: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
 """Nothing is reported to Ray's makers; no cluster is started by accident."""
+TOKEN: Final = secrets.token_hex(32)
+"""Of all clusters of this process: Ray reads it once."""
 TIDY: Final = {"RAY_process_group_cleanup_enabled": "true"}
 """For a cluster of our own: what a worker has started ends with it, however that ends."""
 NODE_ID: Final = "ray.io/node-id"
@@ -172,7 +174,7 @@ def _silence(*_: object, **__: object) -> None:
 def _settings(address: str | None) -> Iterator[None]:
     """Environment variables that Ray reads; a token for a cluster of our own, or Ray keeps one in the home folder."""
     before = set(os.environ)
-    own = {"RAY_AUTH_TOKEN": secrets.token_hex(32), **TIDY}
+    own = {"RAY_AUTH_TOKEN": TOKEN, **TIDY}
     for name, value in {**QUIET, **({} if address else own)}.items():
         os.environ.setdefault(name, value)
     try:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import random
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,6 +55,8 @@ PIPELINES: Mapping[str, str] = {
 """Class in the engine's process by the name of diffusers' pipeline class: the families that can be had."""
 EXTENSION = "digen.backends.generation.vllm_worker.DigenWorker"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+PORTS = (20_000, 32_000)
+"""Below those that Linux gives to whoever asks for any."""
 
 
 class VllmOmniGenerator(TorchWorker):
@@ -141,7 +145,8 @@ class VllmOmniGenerator(TorchWorker):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm_omni import AsyncOmni
 
-        with nullcontext() if self.in_process else seeing(self.devices):
+        apart = nullcontext() if self.in_process else seeing(self.devices)
+        with apart, setting({"MASTER_PORT": str(free_port())}):
             engine: AsyncEngine = AsyncOmni(**self.engine_settings())
         return engine
 
@@ -256,19 +261,37 @@ def _like(module: nn.Module) -> dict[str, Tensor]:
 def seeing(devices: Sequence[str]) -> Iterator[None]:
     """What is started within the block sees these alone of the GPUs that this process sees, as its first ones."""
     numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
-    if not numbers:
-        yield
-        return
     before = os.environ.get(VISIBLE)
-    names = before.split(",") if before else [str(number) for number in range(max(numbers) + 1)]
-    os.environ[VISIBLE] = ",".join(names[number] for number in numbers)
+    names = before.split(",") if before else [str(number) for number in range(max(numbers, default=0) + 1)]
+    with setting({VISIBLE: ",".join(names[number] for number in numbers)} if numbers else {}):
+        yield
+
+
+@contextmanager
+def setting(environment: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables are set within the block."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[VISIBLE]
-        else:
-            os.environ[VISIBLE] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def free_port() -> int:
+    """A port of this host that nobody has, nor will have in a moment: the system gives those of this range to nobody.
+
+    The engine would take one that is given to the next who asks, and ask for it some seconds later itself.
+    """
+    while True:
+        port = random.randrange(*PORTS)  # noqa: S311 - no secret
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True, slots=True)
