@@ -170,6 +170,7 @@ def train(folder: Path, *overrides: str, resume: bool = False) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_p30_timesteps_that_are_stacked_give_the_same_gradient_in_fewer_calls(tmp_path: Path, warm: None) -> None:
     """Both micro-batches have samples of two prompts, all in one batch."""
     whole = ["schedule.prompts_per_microbatch=2", "trainer.batch_size=8", "algorithm.steps.type=all-but-last"]
@@ -287,7 +288,7 @@ def _watch(folder: Path, over: Event, looks: list[Look]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("generator.devices=cuda:0-7", "wants 8 CUDA device(s); torch finds "),
+        pytest.param("generator.devices=cuda:0-7", "wants 8 CUDA device(s); torch finds ", marks=pytest.mark.slow),
         ("generator.ranks=10000", "10001 ranks are wanted, but "),
         ("trainer.threads=10000", "10000 threads are wanted, "),
     ],
