@@ -1,6 +1,6 @@
 """A fixed piece of work, and how near a step of digen comes to the time that its model passes alone need.
 
-    python benchmarks/peer_workload.py             # about ten minutes on two quiet cores
+    python benchmarks/peer_workload.py             # a quarter of an hour on two quiet cores
     python benchmarks/peer_workload.py --quick     # one short round
 
 One step: 4 prompts x 8 samples of 64 x 64 pixels on a small Stable Diffusion 3.5 with random weights, made here (two
