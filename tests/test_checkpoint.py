@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException
 
 from digen import presets
 from digen.backends.training.local import LocalTrainer
@@ -81,8 +83,6 @@ def test_pieces_of_any_cut_are_read_back_whole_and_in_any_other_cut(tmp_path: Pa
     pieces = Pieces(tmp_path.glob("*.safetensors"))
     assert pieces.shapes == {"w": (6, 10)}
     assert torch.equal(pieces.whole("w"), WHOLE)
-    assert torch.equal(pieces.part("w", (3, 2), (2, 5)), WHOLE[3:5, 2:7])
-    assert pieces.part("w", (6, 0), (0, 10)).shape == (0, 10)
     (tmp_path / "1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="w: parts of it are missing"):
         Pieces(tmp_path.glob("*.safetensors")).whole("w")
@@ -126,6 +126,45 @@ def test_p44_the_writer_refuses_a_tensor_without_elements_and_copies_what_it_is_
     assert copy is not None
     assert torch.equal(copy.local, WHOLE)
     assert piece(tensor, 1) is None  # rank 0 writes what all ranks have
+
+
+ODD = ([], 3, "x", None, [0], [1, 0], [-1, 0], [0, 0, 0], ["a", 0], [2**70, 0], [2**62, 0], [0.5, 0], [[0], 0], [3, 4])
+
+
+@pytest.mark.parametrize("what", ["offsets", "shape", "both", "entry", "all", "odd"])
+def test_a_header_that_says_odd_things_of_parts_is_refused_and_never_read_wrong(what: str, tmp_path: Path) -> None:
+    true = {"saved_offsets": [0, 0], "shape": [6, 10]}
+    for said in ODD:
+        places: dict[str, Any] = {
+            "offsets": {"w": true | {"saved_offsets": said}},
+            "shape": {"w": true | {"shape": said}},
+            "both": {"w": {"saved_offsets": said, "shape": said}},
+            "entry": {"w": said},
+            "odd": {"w": true | {"odd": said}},
+            "all": said,
+        }
+        save_file({"w": WHOLE}, tmp_path / "x.safetensors", {"DCP_SHARDING_INFO": json.dumps(places[what])})
+        with suppress(CheckpointError):  # what is as good as nothing said is read
+            assert torch.equal(Pieces([tmp_path / "x.safetensors"]).whole("w"), WHOLE), said
+
+
+def test_a_part_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        write(tmp_path, f"{name}.safetensors", {"w": Piece(WHOLE[:3].clone(), (6, 10), (0, 0))})
+    with pytest.raises(CheckpointError, match=r"1\.safetensors cannot be read: a part of w comes twice"):
+        Pieces(tmp_path.glob("*.safetensors"))
+
+
+def test_a_program_of_ones_own_loads_through_the_reader_and_is_told_what_is_missing(tmp_path: Path) -> None:
+    """torch.distributed.checkpoint takes it for one of its own readers."""
+    write(
+        tmp_path, "0.safetensors", {"w": Piece(WHOLE[:3].clone(), (6, 10), (0, 0)), "b": Piece(WHOLE, (6, 10), (0, 0))}
+    )
+    state = {"b": torch.zeros(6, 10)}
+    dcp.load(state, storage_reader=Pieces(tmp_path.glob("*.safetensors")), no_dist=True)
+    assert torch.equal(state["b"], WHOLE)
+    with pytest.raises(CheckpointException, match="w: parts of it are missing"):
+        dcp.load({"w": torch.zeros(6, 10)}, storage_reader=Pieces(tmp_path.glob("*.safetensors")), no_dist=True)
 
 
 def test_a_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:

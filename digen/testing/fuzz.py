@@ -170,7 +170,7 @@ def _read_pieces(path: Path) -> object:
     found = []
     for name in pieces.shapes:
         try:
-            found.append(pieces.part(name, (0,) * len(pieces.shapes[name]), (1,) * len(pieces.shapes[name])))
+            found.append(pieces.whole(name))
         except CheckpointError:
             continue
     return found
