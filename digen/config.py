@@ -295,7 +295,7 @@ class EngineConfig(Section):
     """Where workers run: `inline` (threads of this process), `process` (one OS process per rank), `ray` (the same, on
     many machines)."""
     address: str | None = None
-    """`ray`: `auto` or `host:port` of a running cluster that this machine belongs to; None: one of its own."""
+    """`ray`: `auto` or `host:port` of a running cluster, `ray://host:port` from outside it; None: one of its own."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """How often a worker group that died or hangs is started again between the ends of two steps; a trainer, with the
     whole run from its newest checkpoint, between two checkpoints. Then the run goes on without it, or ends."""

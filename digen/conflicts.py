@@ -38,9 +38,6 @@ VLLM_FAMILIES: Final = (
 )  # fmt: skip
 """digen's models that the generator `vllm-omni` can sample."""
 
-OUTSIDE: Final = "a run belongs to its cluster (no Ray Client); start it on a node of it; allowed: auto, HOST:PORT"
-"""What there is to say of an address `ray://`."""
-
 
 def impossible(config: RunConfig[Any]) -> list[str]:
     """What cannot be had together, as sentences that name keys and values."""
@@ -214,8 +211,6 @@ def engine_conflicts(config: RunConfig[Any]) -> Iterator[str]:
     engine = config.engine
     if engine.name in ("inline", "process") and engine.address is not None:
         yield f"engine.address={engine.address} needs engine.name=ray, got {engine.name}"
-    if engine.name == "ray" and (engine.address or "").startswith("ray://"):
-        yield f"engine.address={engine.address}: {OUTSIDE}"
     for name in ("generator", "trainer"):
         group = getattr(config, name)
         if engine.name in ("inline", "process") and group.node:

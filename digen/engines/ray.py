@@ -35,7 +35,7 @@ class RayEngine:
     """One Ray actor process per rank, on this machine or many."""
 
     def __init__(self, address: str | None = None, grace_s: float = 10.0) -> None:
-        """`address`: `auto` or `host:port` of a cluster that this machine belongs to; None: one of our own, here.
+        """`address`: `auto` or `host:port` of this machine's cluster, `ray://host:port` of any; None: one of our own.
 
         `grace_s` bounds each wait for a rank to give up.
         """

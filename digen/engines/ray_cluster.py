@@ -51,6 +51,9 @@ RESERVE_S: Final = 5.0
 START_S: Final = 120.0
 """Longest wait for a process to start in the room that is reserved for it: by then its node may be gone."""
 RETRY_S: Final = 0.2
+CLIENT: Final = "ray://"
+"""Begins the address of a cluster that this machine does not belong to (Ray Client)."""
+JOINS: Final = 3
 ANSWER_S: Final = 5.0
 """Longest wait for whoever is at an address."""
 
@@ -140,7 +143,7 @@ def _connect(address: str | None, cpus: int, folder: Path | None) -> Callable[[]
         if address is None:
             ray.init("local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **quiet)
         else:
-            ray.init(address, **quiet)
+            _join(address, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         got = "a cluster on this machine could not be started" if address is None else f"got {address!r}"
         raise ConfigError(f"engine.address: {got}: {type(error).__name__}: {error}") from error
@@ -153,11 +156,24 @@ def _connect(address: str | None, cpus: int, folder: Path | None) -> Callable[[]
     return disconnect
 
 
+def _join(address: str, **quiet: Any) -> None:
+    """Connect; to a cluster that this machine is not in, up to `JOINS` times.
+
+    There Ray starts a process for every driver, by a fork among running threads: now and then it hangs, and Ray says so
+    after half a minute.
+    """
+    import ray
+
+    for _ in range(JOINS - 1 if address.startswith(CLIENT) else 0):
+        with suppress(ConnectionError):
+            ray.init(address, **quiet)
+            return
+    ray.init(address, **quiet)
+
+
 def _look_for(address: str | None) -> None:
-    """Raises ConfigError for Ray Client, and when nobody answers there: Ray itself would try for minutes."""
-    if (address or "").startswith("ray://"):
-        raise ConfigError(f"engine.address: got {address!r}; start digen on a node of it; allowed: auto, HOST:PORT")
-    host, _, port = (address or "").rpartition(":")
+    """Raises ConfigError when nobody answers there: Ray itself would try for minutes."""
+    host, _, port = (address or "").removeprefix(CLIENT).rpartition(":")
     if not host:
         return
     try:

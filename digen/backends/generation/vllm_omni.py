@@ -146,7 +146,9 @@ class VllmOmniGenerator(TorchWorker):
         from vllm_omni import AsyncOmni
 
         apart = nullcontext() if self.in_process else seeing(self.devices)
-        with apart, setting({"MASTER_PORT": str(free_port())}):
+        # Its sockets, in a folder that goes with the run: an engine that is killed leaves them.
+        self.sockets = tempfile.TemporaryDirectory(prefix="digen-engine-", dir=self.context.shared_dir)
+        with apart, setting({"MASTER_PORT": str(free_port()), "VLLM_RPC_BASE_PATH": self.sockets.name}):
             engine: AsyncEngine = AsyncOmni(**self.engine_settings())
         return engine
 
@@ -188,6 +190,7 @@ class VllmOmniGenerator(TorchWorker):
         super().close()
         if "engine" in vars(self):
             self.engine.close()
+            self.sockets.cleanup()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

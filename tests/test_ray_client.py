@@ -1,0 +1,113 @@
+"""A driver outside the Ray cluster that it uses (`engine.address=ray://HOST:PORT`): a run as on any other engine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from digen.observe.files import read_rows
+from digen.presets import resolve
+from digen.run import run
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+SMALL = (
+    "data.prompts_per_step=2", "algorithm.samples_per_prompt=4", "sampling.num_steps=4", "generator.replicas=2",
+    "trainer.batch_size=1", "generator.batch_size=1", "trainer.optimizer=sgd", "trainer.learning_rate=0.3",
+    "trainer.weight_decay=0", "schedule.ordered=true", "schedule.assist=none", "trainer.threads=1",
+    "generator.threads=1",
+    f'reward={{"{HERE}/recording.py:brightness": {{}}}}', "observe.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outside() -> Iterator[str]:
+    """The address of a cluster that this process is not in, and does not start."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temp:  # a short path, for sockets
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--port=0", "--num-cpus=4"]
+        command += [f"--ray-client-server-port={port}", "--include-dashboard=false", "--disable-usage-stats"]
+        env = {**os.environ, "RAY_TMPDIR": temp, "HOME": temp, "PYTHONPATH": str(HERE)}
+        head = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        limit = time.monotonic() + 120
+        while not _answers(port):
+            assert time.monotonic() < limit, "the cluster does not start"
+            time.sleep(0.2)
+        yield f"ray://127.0.0.1:{port}"
+        head.terminate()
+        head.wait(60)
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), 1).close()
+        return True
+    return False
+
+
+def begun(address: str, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "digen", "run", "flowgrpo", "--model", "glyph", "--engine", "ray"]
+    command += [f"engine.address={address}", f"run_dir={folder}", *SMALL, *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks() -> list[psutil.Process]:
+    return [one for one in psutil.process_iter(["name"]) if (one.info["name"] or "").startswith("ray::Rank")]
+
+
+def gone(within_s: float) -> bool:
+    limit = time.monotonic() + within_s
+    while ranks() and time.monotonic() < limit:
+        time.sleep(0.1)
+    return not ranks()
+
+
+def test_a_driver_outside_the_cluster_learns_what_one_on_this_machine_learns(outside: str, tmp_path: Path) -> None:
+    output, _ = (there := begun(outside, tmp_path / "ray", "steps=2")).communicate(timeout=400)
+    assert there.returncode == 0, output
+    assert not [line for line in output.splitlines() if "Error" in line or "error:" in line or "Traceback" in line]
+    run(
+        resolve("flowgrpo", "glyph", None, [*SMALL, "steps=2", "engine.name=inline", f"run_dir={tmp_path}/inline"], {}),
+        console=Console(quiet=True),
+    )
+    ray, inline = (
+        load_file(next(tmp_path.glob(f"{name}/checkpoints/*/weights.safetensors"))) for name in ("ray", "inline")
+    )
+    assert max(float((ray[name] - inline[name]).abs().max()) for name in inline) <= 1e-6
+    assert all(row["weight_delta"] > 1e-3 for row in read_rows(tmp_path / "ray" / "metrics.jsonl"))
+    assert all(torch.isfinite(tensor).all() for tensor in ray.values())
+    assert gone(10), "ranks are left"
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGINT, 10), (signal.SIGKILL, 60)])
+def test_ranks_end_with_a_driver_outside_the_cluster_however_that_ends(
+    number: signal.Signals, within_s: float, outside: str, tmp_path: Path
+) -> None:
+    """A killed one is given up when it has not come back for 30 s."""
+    driver = begun(outside, tmp_path / "run", "steps=1000")
+    limit = time.monotonic() + 300
+    while not list(
+        read_rows(tmp_path / "run" / "metrics.jsonl") if (tmp_path / "run" / "metrics.jsonl").exists() else []
+    ):
+        assert driver.poll() is None, driver.communicate()[0]
+        assert time.monotonic() < limit, "no step within five minutes"
+        time.sleep(0.2)
+    assert len(ranks()) == 3
+    driver.send_signal(number)
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == (130 if number == signal.SIGINT else -number), output
+    assert gone(within_s), "ranks are left"
