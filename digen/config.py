@@ -103,6 +103,8 @@ class GroupConfig(Section):
     """`engine.name=ray`: labels that a node must have to carry its ranks, e.g. {ray.io/accelerator-type: H100}."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the forward pass (autocast for bfloat16); steps, log-probs and losses are float32 always."""
+    attention: str | None = None
+    """Attention kernel, by the name that diffusers gives it, or `vllm-omni` for its engine; None: the library's own."""
     batch_size: Count | None = None
     """Samples in one forward pass of a rank; None: that rank's samples of one prompt."""
 
@@ -117,8 +119,7 @@ class GeneratorConfig(GroupConfig):
     min_replicas: Count | None = None
     """Elastic: so many are enough to begin and to go on with; others may come late, leave, come back. None: all."""
     tensor_parallel: Count | None = None
-    """`vllm-omni`: devices (`cpu`: processes) that the engine of one rank divides the model over; None: as many of
-    `devices` as there are for each rank."""
+    """`vllm-omni`: devices (`cpu`: processes) that a rank's engine divides the model over; None: its share of them."""
     offload_between_calls: bool = False
     """Keep the model in host memory, and on the device during a call alone: for a device that the trainer uses too."""
 
@@ -231,8 +232,7 @@ class ScheduleConfig(Section):
     prompts_per_microbatch: Count = 1
     """Whole groups in the unit of the pipeline; the last one of a step may be smaller."""
     tag: str = "none"
-    """Trainer-assisted generation: `none`, `static(n)`, `bts`, or a policy of your own (`path.py:Name`). Colocated, the
-    trainer generates everything anyway."""
+    """Trainer-assisted generation: `none`, `static(n)`, `bts`, your own (`path.py:Name`); none where colocated."""
     assist: Literal["none", "trainer", "generator", "both"] = "none"
     """Which side, when idle, takes over part of the other's work, sample by sample: the trainer generates, generators
     accumulate gradients, or both. Where the trainer may, `tag` (about whole micro-batches) is not asked."""
@@ -274,8 +274,7 @@ class ScoringConfig(Section):
     timeout_s: Positive = 600.0
     """Longest time for one reward call over a micro-batch's samples."""
     devices: str | None = Field(None, pattern=r"^(cpu|cuda:\d+)$")
-    """Where a worker of its own scores, beside generation: for rewards that take long or wait for a service; None: the
-    generators score."""
+    """Where a worker of its own scores, beside generation: for rewards that take long or wait; None: generators do."""
 
 
 class RewardTerm(BaseModel):

@@ -39,6 +39,10 @@ VLLM_FAMILIES: Final = (
 """digen's models that the generator `vllm-omni` can sample."""
 
 
+OWN_ATTENTION: Final = ("sd3.5-medium", "sd3.5-large", "tiny-sd3")
+"""digen's models whose attention diffusers runs on one kernel alone."""
+
+
 def impossible(config: RunConfig[Any]) -> list[str]:
     """What cannot be had together, as sentences that name keys and values."""
     wrong, updates = [], config.trainer.updates_per_rollout
@@ -73,7 +77,7 @@ def impossible(config: RunConfig[Any]) -> list[str]:
     wrong += [*trainer_conflicts(config), *weights_conflicts(config), *algorithm_conflicts(config)]
     wrong += reward_conflicts(config)
     wrong += _secrets(config)
-    wrong += vllm_conflicts(config)
+    wrong += [*vllm_conflicts(config), *attention_conflicts(config)]
     wrong += [*engine_conflicts(config), *elastic_conflicts(config)]
     if config.trainer.optimizer == "adamw-8bit" and config.trainer.dtype == "float64":
         wrong.append("trainer.optimizer=adamw-8bit needs trainer.dtype=float32 or bfloat16, got float64")
@@ -118,6 +122,19 @@ def trainer_conflicts(config: RunConfig[Any]) -> Iterator[str]:
         yield from _not_with_fsdp(trainer)
     if trainer.backend == "deepspeed":
         yield from _not_with_deepspeed(trainer)
+
+
+def attention_conflicts(config: RunConfig[Any]) -> Iterator[str]:
+    """What an attention kernel cannot do; whether it is there, the worker that needs it sees."""
+    for name in ("generator", "trainer"):
+        kernel = getattr(config, name).attention
+        trains = name == "trainer" or config.schedule.generators_help
+        if kernel is None or getattr(config, name).backend == "vllm-omni":
+            continue
+        if config.model.name in OWN_ATTENTION:
+            yield f"{name}.attention={kernel}: model.name={config.model.name} has attention of its own; leave it out"
+        if trains and kernel.lstrip("_").startswith("sage"):
+            yield f"{name}.attention={kernel} has no backward pass, which gradients need; try native"
 
 
 def algorithm_conflicts(config: RunConfig[Any]) -> Iterator[str]:

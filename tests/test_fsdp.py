@@ -729,6 +729,7 @@ COUNTED = {
     "full weights, blocks run twice": ([TWICE], 2),
     "full weights, offload": ([OFFLOAD], 2),
     "adapters": (["trainer.lora={rank: 4}"], 2),
+    "adapters, in float64": (["trainer.lora={rank: 4}", "trainer.dtype=float64"], 2),
     "full weights, KL to the base": (["algorithm.loss.kl=0.1"], 3),
     "full weights, summed in every pass": ([PASS], 2),
 }
@@ -740,7 +741,8 @@ def norm(gradient: Tensors) -> float:
 
 def norm_of_samples(call: Call, scored: list[ScoredRollout]) -> float:
     """Norms of the samples' own gradients, added up. A step's gradient is what they leave of each other (advantages
-    are above and below 0), and float32 rounds each of them, by 9e-7 of its norm with adapters (5e-7 without)."""
+    are above and below 0), and float32 rounds each of them, by 9e-7 of its norm with adapters (5e-7 without). Against
+    float64, width 1 is off by 1.3e-6 of the step's gradient, wider passes by 1.2e-6, and by 1e-6 from each other."""
     alone = [replace(one, keep=keep) for one in scored for keep in ((True, False), (False, True))]
     found = []
     for one in alone:
@@ -776,7 +778,8 @@ def test_stacking_timesteps_divides_the_number_of_gathers_and_gradients_are_summ
     assert any(g.any() for g in gradients[1].values())
     added = norm_of_samples(call, scored) if name == "adapters" else norm(gradients[1])
     off = max(relative(gradients[width], gradients[1]) for width in (2, 4, 0)) * norm(gradients[1])
-    assert off <= 1e-6 * added
+    assert off <= (1e-12 if "float64" in name else 1e-6) * added
+    assert off <= 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from digen import plugins
 from digen.algos.base import Algorithm
+from digen.backends import attention
 from digen.backends.conditions import Conditions
 from digen.backends.offload import Offloaded, give_back
 from digen.backends.sampler import Sampler
@@ -55,6 +56,12 @@ class TorchWorker(ABC):
         self.algorithm: Algorithm = self.config.algorithm
         self.version: Version = 0
         self.num_stored = 0
+        if self.placement.attention is not None:
+            self.check_attention(self.placement.attention)
+
+    def check_attention(self, name: str) -> None:
+        """Raises ConfigError for a kernel that this worker cannot have; called before anything is loaded."""
+        attention.check(name)
 
     @property
     @abstractmethod
@@ -99,6 +106,7 @@ class TorchWorker(ABC):
         self.model.empty = self.loads_empty
         here = self.generates_here
         self.model.load(self.context.device, self.kept_dtype, text_encoder=False, tokenizer=here, decoder=here)
+        self.set_attention(self.model.transformer)
         self.make_trainable(self.model)
         self.sampler = Sampler(
             self.model,
@@ -118,6 +126,11 @@ class TorchWorker(ABC):
         """Full weights are kept in float32 and cast by autocast; a frozen base under adapters may be kept small."""
         dtype = DTYPES[self.placement.dtype]
         return dtype if dtype == torch.float64 or self.config.trainer.lora else torch.float32
+
+    def set_attention(self, transformer: nn.Module) -> None:
+        """Have its attention run on the kernel that is asked for."""
+        if self.placement.attention is not None:
+            attention.use(transformer, self.placement.attention)
 
     def make_trainable(self, model: ModelFamily) -> None:
         """Of the transformer, what is trained: adapters on its frozen weights, or these."""

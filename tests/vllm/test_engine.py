@@ -153,7 +153,8 @@ def test_a_wrong_tensor_name_ends_the_engine(engine: Any, microbatch: MicroBatch
 def test_adapters_are_bound_and_replayed(start: Start, microbatch: MicroBatch) -> None:
     """After an update they do something, the same on both sides; and the engine sleeps between the calls."""
     store, lora = MemoryStore(), ("trainer.lora={rank: 8, alpha: 16}", "trainer.learning_rate=3e-2")
-    worker = start("generators", "vllm-omni", "generator.offload_between_calls=true", *lora, store=store)
+    how = ("generator.offload_between_calls=true", "generator.attention=TORCH_SDPA")
+    worker = start("generators", "vllm-omni", *how, *lora, store=store)
     trainer = start("trainers", "local", *lora, store=store)
     first = generated(worker, microbatch)[1]
     for version in (0, 1):
@@ -165,6 +166,15 @@ def test_adapters_are_bound_and_replayed(start: Start, microbatch: MicroBatch) -
         published = trainer.push(version + 1)
         assert worker.pull(published) == published.fingerprint
     assert not torch.equal(generated(worker, replace(microbatch), 2)[1], first)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [("SDPA", r"got 'SDPA'\. Did you mean 'TORCH_SDPA'\?"), ("FLASHINFER_ATTN", "(?i)flashinfer")],
+)
+def test_an_attention_kernel_that_the_engine_cannot_have_is_an_error(kernel: str, said: str, start: Start) -> None:
+    with pytest.raises(Exception, match=said):
+        start("generators", "vllm-omni", f"generator.attention={kernel}")
 
 
 # --- whole runs, in processes of their own ---

@@ -33,7 +33,7 @@ from digen.backends.worker import DTYPES, NO_VERSION, TorchWorker
 from digen.config import GroupConfig
 from digen.conflicts import VLLM_FAMILIES
 from digen.engines.placement import named_devices
-from digen.errors import ConfigError, SyncError
+from digen.errors import ConfigError, SyncError, one_of
 from digen.models.base import Conditioning
 from digen.presets import payload
 from digen.types import MicroBatch, Prompt, Published, Version
@@ -80,6 +80,12 @@ class VllmOmniGenerator(TorchWorker):
         return self.config.generator
 
     # Loading --------------------------------------------------------------------------------------------------------
+
+    def check_attention(self, name: str) -> None:
+        from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
+
+        if name not in DiffusionAttentionBackendEnum.__members__:
+            raise ConfigError(one_of("generator.attention", name, DiffusionAttentionBackendEnum.__members__))
 
     def _load_model(self) -> None:
         """The engine, and of the model what names weights and encodes prompts. Raises ConfigError for other families.
@@ -148,7 +154,8 @@ class VllmOmniGenerator(TorchWorker):
         apart = nullcontext() if self.in_process else seeing(self.devices)
         # Its sockets, in a folder that goes with the run: an engine that is killed leaves them.
         self.sockets = tempfile.TemporaryDirectory(prefix="digen-engine-", dir=self.context.shared_dir)
-        with apart, setting({"MASTER_PORT": str(free_port()), "VLLM_RPC_BASE_PATH": self.sockets.name}):
+        kernel = {"DIFFUSION_ATTENTION_BACKEND": self.placement.attention} if self.placement.attention else {}
+        with apart, setting({"MASTER_PORT": str(free_port()), "VLLM_RPC_BASE_PATH": self.sockets.name, **kernel}):
             engine: AsyncEngine = AsyncOmni(**self.engine_settings())
         return engine
 

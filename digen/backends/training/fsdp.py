@@ -46,6 +46,7 @@ class FsdpTrainer(TorchTrainer):
         """The model once more, whole, in host memory."""
         twin = self.new_model()
         twin.load("cpu", self.kept_dtype, text_encoder=False, decoder=False)
+        self.set_attention(twin.transformer)
         self.make_trainable(twin)
         return twin.transformer
 
