@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import partial
 
@@ -24,9 +25,16 @@ NOT_STARTED = 127
 def main(grace_s: float, command: list[str]) -> int:
     """Run the command until it ends or nobody asks for it any more. Its exit code; 128 + n if signal n ended it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # vLLM's processes talk over sockets in a folder, and a server that is ended leaves them there.
+    with tempfile.TemporaryDirectory(prefix="digen-server-", ignore_cleanup_errors=True) as sockets:
+        return _served(grace_s, command, {"VLLM_RPC_BASE_PATH": sockets, **os.environ})
+
+
+def _served(grace_s: float, command: list[str], environment: dict[str, str]) -> int:
     try:
         server = subprocess.Popen(  # noqa: S603 (what the run's own config names)
             command,
+            env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=partial(_die_with, os.getpid()),  # noqa: PLW1509 (no thread has been started yet)
