@@ -187,7 +187,7 @@ def stop(digen: Digen, folder: Path, work: str, number: int, engine: str) -> Non
         *(("inline", work) for work in WORK),
         *(("process", work) for work in QUICK),
         *(pytest.param("process", work, marks=pytest.mark.slow) for work in WORK if work not in QUICK),
-        *(pytest.param("ray", work, marks=pytest.mark.slow) for work in WORK if work != "pull"),
+        *(pytest.param("ray", work, marks=pytest.mark.slow) for work in WORK),
     ],
 )
 def test_p87_no_engine_leaves_anything_whatever_a_run_does_when_it_is_stopped(
