@@ -61,7 +61,7 @@ def _answers(port: int) -> bool:
 
 def begun(address: str, folder: Path, *overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "digen", "run", "flowgrpo", "--model", "glyph", "--engine", "ray"]
-    command += [f"engine.address={address}", f"run_dir={folder}", *SMALL, *overrides]
+    command += ["--address", address, f"run_dir={folder}", *SMALL, *overrides]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
