@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -33,9 +34,28 @@ SMALL = (
 )  # fmt: skip
 
 
+class Outside(NamedTuple):
+    """A cluster that the driver is not in."""
+
+    address: str
+    head: psutil.Process
+
+    def ranks(self) -> list[psutil.Process]:
+        found = []
+        for one in self.head.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found += [one] if one.name().startswith("ray::Rank") else []
+        return found
+
+    def has_none(self, within_s: float) -> bool:
+        limit = time.monotonic() + within_s
+        while self.ranks() and time.monotonic() < limit:
+            time.sleep(0.1)
+        return not self.ranks()
+
+
 @pytest.fixture(scope="module")
-def outside() -> Iterator[str]:
-    """The address of a cluster that this process is not in, and does not start."""
+def outside() -> Iterator[Outside]:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temp:  # a short path, for sockets
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -47,7 +67,7 @@ def outside() -> Iterator[str]:
         while not _answers(port):
             assert time.monotonic() < limit, "the cluster does not start"
             time.sleep(0.2)
-        yield f"ray://127.0.0.1:{port}"
+        yield Outside(f"ray://127.0.0.1:{port}", psutil.Process(head.pid))
         head.terminate()
         head.wait(60)
 
@@ -65,19 +85,8 @@ def begun(address: str, folder: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ranks() -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["name"]) if (one.info["name"] or "").startswith("ray::Rank")]
-
-
-def gone(within_s: float) -> bool:
-    limit = time.monotonic() + within_s
-    while ranks() and time.monotonic() < limit:
-        time.sleep(0.1)
-    return not ranks()
-
-
-def test_a_driver_outside_the_cluster_learns_what_one_on_this_machine_learns(outside: str, tmp_path: Path) -> None:
-    output, _ = (there := begun(outside, tmp_path / "ray", "steps=2")).communicate(timeout=400)
+def test_a_driver_outside_the_cluster_learns_what_one_on_this_machine_learns(outside: Outside, tmp_path: Path) -> None:
+    output, _ = (there := begun(outside.address, tmp_path / "ray", "steps=2")).communicate(timeout=400)
     assert there.returncode == 0, output
     assert not [line for line in output.splitlines() if "Error" in line or "error:" in line or "Traceback" in line]
     run(
@@ -90,24 +99,25 @@ def test_a_driver_outside_the_cluster_learns_what_one_on_this_machine_learns(out
     assert max(float((ray[name] - inline[name]).abs().max()) for name in inline) <= 1e-6
     assert all(row["weight_delta"] > 1e-3 for row in read_rows(tmp_path / "ray" / "metrics.jsonl"))
     assert all(torch.isfinite(tensor).all() for tensor in ray.values())
-    assert gone(10), "ranks are left"
+    assert outside.has_none(10), "ranks are left"
 
 
 @pytest.mark.parametrize(("number", "within_s"), [(signal.SIGINT, 10), (signal.SIGKILL, 60)])
 def test_ranks_end_with_a_driver_outside_the_cluster_however_that_ends(
-    number: signal.Signals, within_s: float, outside: str, tmp_path: Path
+    number: signal.Signals, within_s: float, outside: Outside, tmp_path: Path
 ) -> None:
     """A killed one is given up when it has not come back for 30 s."""
-    driver = begun(outside, tmp_path / "run", "steps=1000")
-    limit = time.monotonic() + 300
-    while not list(
-        read_rows(tmp_path / "run" / "metrics.jsonl") if (tmp_path / "run" / "metrics.jsonl").exists() else []
-    ):
-        assert driver.poll() is None, driver.communicate()[0]
-        assert time.monotonic() < limit, "no step within five minutes"
-        time.sleep(0.2)
-    assert len(ranks()) == 3
-    driver.send_signal(number)
-    output, _ = driver.communicate(timeout=60)
+    driver, metrics = begun(outside.address, tmp_path / "run", "steps=1000"), tmp_path / "run" / "metrics.jsonl"
+    try:
+        limit = time.monotonic() + 300
+        while not metrics.exists() or not list(read_rows(metrics)):
+            assert driver.poll() is None, driver.communicate()[0]
+            assert time.monotonic() < limit, "no step within five minutes"
+            time.sleep(0.2)
+        assert len(outside.ranks()) == 3
+        driver.send_signal(number)
+        output, _ = driver.communicate(timeout=60)
+    finally:
+        driver.kill()
     assert driver.returncode == (130 if number == signal.SIGINT else -number), output
-    assert gone(within_s), "ranks are left"
+    assert outside.has_none(within_s), "ranks are left"
