@@ -30,6 +30,7 @@ def recorded(name: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.slow
 def test_with_the_stated_costs_the_simulated_figures_reach_every_range_of_the_paper(tmp_path: Path) -> None:
     figures = quick("paper_figures", tmp_path)["figures"]
     assert [figure["figure"] for figure in figures] == [17, 18]
@@ -76,6 +77,7 @@ def test_no_mix_of_replicas_beats_the_bound_and_sharing_comes_near_it(tmp_path: 
         assert row["step_s"]["bts"] <= row["step_s"]["gap"]
 
 
+@pytest.mark.slow
 def test_an_assist_that_pauses_gains_less_than_parts_do(tmp_path: Path) -> None:
     found = quick("sharing", tmp_path)
     for case in (*found["few"], *found["many"]):

@@ -536,6 +536,7 @@ def test_the_driver_costs_at_most_a_millisecond_a_micro_batch_with_64_replicas()
     assert any(free_run(3, 64, 128) / (3 * 128) < 1e-3 for _ in range(10))  # what else the machine does is in most
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_5000_steps() -> None:
     process = psutil.Process()
     free_run(500, 1, 2, staleness=0.5)

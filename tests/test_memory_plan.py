@@ -361,6 +361,7 @@ def test_a_run_that_cannot_fit_ends_before_it_starts(monkeypatch: pytest.MonkeyP
     assert here.check_memory(on_gpus()) == ["cuda:1: 1 x trainer will need 99 GB: that is close"]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_counts_a_run_on_gpus() -> None:
     assert here.ask(on_gpus()).kind == "fits"  # no such device here: the engine will say so
 

@@ -186,6 +186,7 @@ def test_p30_timesteps_that_are_stacked_give_the_same_gradient_in_fewer_calls(tm
         assert float((gradients[width] - gradients[1]).norm()) <= 1e-6 * float(gradients[1].norm())
 
 
+@pytest.mark.slow
 def test_p32_the_limit_of_epochs_holds_and_what_fills_no_step_sits_out(tmp_path: Path, warm: None) -> None:
     """10 prompts, 4 a step: 2 steps an epoch, whether samples may be stale or not."""
     prompts = tmp_path / "ten.txt"

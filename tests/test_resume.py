@@ -201,6 +201,7 @@ run(presets.load(Path(config)), console=Console(quiet=True), resume=resume)
 """`os.fsync` is where what is written becomes lasting: the process kills itself when that is so of a path."""
 
 
+@pytest.mark.slow
 def test_p77_killed_while_it_saves_a_run_goes_on_and_ends_as_the_one_that_was_not(
     whole: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -179,6 +179,7 @@ def test_eval_of_a_run_that_learned_nothing_gains_nothing(tmp_path: Path) -> Non
     assert report.base_reward == pytest.approx(report.trained_reward, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_single_samples_come_from_a_model_and_from_a_run(tmp_path: Path) -> None:
     start(tmp_path / "run", "trainer.learning_rate=1e-1", "steps=1")
     pictures = [
@@ -201,6 +202,7 @@ def test_a_folder_that_is_no_run_and_a_run_without_weights_are_refused(tmp_path:
         start(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_p02_one_update_per_rollout_has_ratio_one_and_of_two_the_second_has_not_and_is_clipped(tmp_path: Path) -> None:
     more = ["data.prompts_per_step=4", "trainer.learning_rate=1e-3", "algorithm.loss.clip=1e-4"]
     start(tmp_path / "one", *more, "steps=3")
