@@ -32,6 +32,8 @@ SMALL = (
     "generator.threads=1",
     f'reward={{"{HERE}/recording.py:brightness": {{}}}}', "observe.tensorboard=false",
 )  # fmt: skip
+GONE_S = 60.0
+"""How long a rank may outlive its driver, on a machine that has a lot to do; Ray waits 30 s for one that was killed."""
 
 
 class Outside(NamedTuple):
@@ -44,11 +46,12 @@ class Outside(NamedTuple):
         found = []
         for one in self.head.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                found += [one] if one.name().startswith("ray::Rank") else []
+                ended = one.status() == psutil.STATUS_ZOMBIE
+                found += [one] if one.name().startswith("ray::Rank") and not ended else []
         return found
 
-    def has_none(self, within_s: float) -> bool:
-        limit = time.monotonic() + within_s
+    def has_none(self) -> bool:
+        limit = time.monotonic() + GONE_S
         while self.ranks() and time.monotonic() < limit:
             time.sleep(0.1)
         return not self.ranks()
@@ -99,15 +102,16 @@ def test_a_driver_outside_the_cluster_learns_what_one_on_this_machine_learns(out
     assert max(float((ray[name] - inline[name]).abs().max()) for name in inline) <= 1e-6
     assert all(row["weight_delta"] > 1e-3 for row in read_rows(tmp_path / "ray" / "metrics.jsonl"))
     assert all(torch.isfinite(tensor).all() for tensor in ray.values())
-    assert outside.has_none(10), "ranks are left"
+    assert outside.has_none(), "ranks are left"
 
 
-@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGINT, 10), (signal.SIGKILL, 60)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_a_driver_outside_the_cluster_however_that_ends(
-    number: signal.Signals, within_s: float, outside: Outside, tmp_path: Path
+    number: signal.Signals, outside: Outside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed one is given up when it has not come back for 30 s."""
-    driver, metrics = begun(outside.address, tmp_path / "run", "steps=1000"), tmp_path / "run" / "metrics.jsonl"
+    monkeypatch.setenv("RAY_ADDRESS", outside.address)
+    driver, metrics = begun("auto", tmp_path / "run", "steps=1000"), tmp_path / "run" / "metrics.jsonl"
     try:
         limit = time.monotonic() + 300
         while not metrics.exists() or not list(read_rows(metrics)):
@@ -120,4 +124,4 @@ def test_ranks_end_with_a_driver_outside_the_cluster_however_that_ends(
     finally:
         driver.kill()
     assert driver.returncode == (130 if number == signal.SIGINT else -number), output
-    assert outside.has_none(within_s), "ranks are left"
+    assert outside.has_none(), "ranks are left"

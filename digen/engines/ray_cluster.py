@@ -134,7 +134,8 @@ def _connect(address: str | None, cpus: int, folder: Path | None) -> Callable[[]
     """The way back, which is none where the process was connected before."""
     if is_connected():
         return lambda: None
-    _look_for(address if address != "auto" else os.environ.get("RAY_ADDRESS"))
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    _look_for(address)
     import ray
     from ray._private import worker as ray_worker
 
